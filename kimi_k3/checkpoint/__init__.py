@@ -1,0 +1,1 @@
+"""Checkpoints on disk: names, formats, folder checks."""

@@ -1,0 +1,37 @@
+"""Formats that carry a Kimi K3 but belong to another tool: refused by name."""
+
+from typing import Any
+
+from ..errors import ForeignCheckpointError
+
+#: Top-level ``model_type`` of other tools' K3 folders, and what reads them.
+FOREIGN_MODEL_TYPES = {
+    "kimi_k3_mlx": "the port it was written by (its own kimi_k3_mlx loader)",
+    "kimi_k3_uvmax": "the uvmax staging tools (finish the build with them first)",
+    "kimi_k3_offload": "the expert-offload runtime that wrote the store",
+}
+
+
+def refuse_foreign_config(config: dict[str, Any]) -> None:
+    """Raise ForeignCheckpointError if ``config`` belongs to another tool."""
+    model_type = str(config.get("model_type", ""))
+    if model_type in FOREIGN_MODEL_TYPES:
+        raise ForeignCheckpointError(
+            f"model_type is {model_type!r}: this folder is for "
+            f"{FOREIGN_MODEL_TYPES[model_type]}. Start from the original release or from "
+            "an MLX build with model_type 'kimi_k3'."
+        )
+    quantization = config.get("quantization") or {}
+    for key in ("rotation", "codebook", "fuse_rotations"):
+        if quantization.get(key):
+            raise ForeignCheckpointError(
+                f"this is a turboquant build (quantization.{key} is set); its weights are "
+                "rotated codebook indices, not an affine or mxfp4 format. Run it with "
+                "turboquant-mlx, or convert again from the original release."
+            )
+    if config.get("offload") or config.get("expert_store"):
+        raise ForeignCheckpointError(
+            "this folder keeps its experts in an offload store (config.json sets "
+            "offload/expert_store). Use the runtime that wrote it; experts streamed from "
+            "disk are not offered here."
+        )

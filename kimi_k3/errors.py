@@ -1,0 +1,60 @@
+"""Every exception this package raises on purpose.
+
+    KimiK3Error
+    ├── ConfigError          config.json is incomplete, unsupported or contradicts itself
+    ├── CheckpointError      tensors or files do not fit the config
+    │   ├── MissingShardError     a shard named by the index is not there
+    │   ├── TruncatedShardError   a shard is shorter than its header says
+    │   └── ForeignCheckpointError  a format that belongs to another tool
+    ├── TokenizerError       tokenizer files are missing, damaged or of another model
+    ├── ChatError            a conversation cannot be rendered
+    ├── RegistrationError    the host library cannot be served
+    └── DistributedError     a model cannot be split over this many ranks
+
+All derive from ``ValueError`` too, which is what mlx-lm and mlx-vlm expect a
+loader to raise.
+"""
+
+
+class KimiK3Error(ValueError):
+    """Base of all errors of this package."""
+
+
+class ConfigError(KimiK3Error):
+    """``config.json`` is incomplete, unsupported or contradicts itself."""
+
+
+class CheckpointError(KimiK3Error):
+    """Tensors or files of a checkpoint do not fit its config."""
+
+
+class MissingShardError(CheckpointError):
+    """A shard named by the index is not there."""
+
+
+class TruncatedShardError(CheckpointError):
+    """A shard is shorter (or longer) than its header describes."""
+
+
+class ForeignCheckpointError(CheckpointError):
+    """The folder holds a format that belongs to another tool."""
+
+
+class TokenizerError(KimiK3Error):
+    """Tokenizer files are missing, damaged or belong to another model."""
+
+
+class ChatError(KimiK3Error):
+    """A conversation cannot be rendered."""
+
+
+class RegistrationError(KimiK3Error):
+    """The host library cannot be served by this package."""
+
+
+class DistributedError(KimiK3Error):
+    """The model cannot be split over this many ranks."""
+
+
+class UnknownKeyWarning(UserWarning):
+    """``config.json`` holds a key that this package does not know."""

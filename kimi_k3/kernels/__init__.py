@@ -1,0 +1,1 @@
+"""Kernels: one a file, beside its reference in plain MLX ops."""

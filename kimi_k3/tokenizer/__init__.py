@@ -1,0 +1,1 @@
+"""Kimi K3's tokenizer and chat format, without code from a checkpoint."""
