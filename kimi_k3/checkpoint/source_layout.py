@@ -231,8 +231,8 @@ def _vision(vision: dict[str, Any]) -> Iterator[SourceTensor]:
     for key in _BIAS_KEYS:
         if vision.get(key):
             raise ConfigError(
-                f"vision_config.{key} is {vision[key]!r}; Kimi K3's vision tower has no "
-                "biases. Take config.json from the checkpoint's own repository."
+                f"vision_config.{key} is {vision[key]!r}, but Kimi K3's vision tower "
+                "has no biases. Take config.json from the checkpoint's own repository."
             )
     width, qkv = vision["vt_hidden_size"], vision["qkv_hidden_size"]
     inner, patch = vision["vt_intermediate_size"], vision["patch_size"]

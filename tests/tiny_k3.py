@@ -1,0 +1,115 @@
+"""The tiny checkpoints that tests share.
+
+T0  hidden 64, 5 layers (KDA, KDA, KDA, MLA, KDA), 16 experts top-4, float32, in memory
+T1  the same sizes in the source format: folder with 3 shards, vision keys, A_log of 4
+    heads stored with 6 entries
+T2  a graded two-bank build made from a T1 whose experts are 64 wide: 12, 9, 16 and 7
+    experts a layer, the third MoE layer with one bank
+TK  tokenizer folder: 256 byte ranks and some merges, 256 control ids above them
+
+``conftest.py`` need not know them: import the functions, or take the session fixtures
+with ``from tiny_k3 import t1_folder  # noqa: F401``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from kimi_k3.nano.config import small_config
+from kimi_k3.nano.random_checkpoint import random_values, write_random_checkpoint
+
+VOCAB = 576
+
+TEXT_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "attn_res_block_size": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "routed_expert_hidden_size": 32,
+}
+
+LINEAR_SIZES: dict[str, Any] = {
+    "kda_layers": [1, 2, 3, 5],
+    "full_attn_layers": [4],
+    "num_heads": 4,
+    "head_dim": 32,
+}
+
+VISION_SIZES: dict[str, Any] = {
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+    "mm_hidden_size": 32,
+    "qkv_hidden_size": 48,
+    "text_hidden_size": 64,
+    "vt_hidden_size": 32,
+    "vt_intermediate_size": 64,
+    "vt_num_attention_heads": 3,
+    "vt_num_hidden_layers": 2,
+}
+
+#: Stored length of A_log in T1, for 4 heads.
+A_LOG_STORED = 6
+
+#: T2: experts kept in layers 1 to 4, and how many of them are in the high bank.
+T2_COUNTS = (12, 9, 16, 7)
+T2_HIGH = (5, 1, 0, 6)
+
+
+def t0_config(**text: Any) -> dict[str, Any]:
+    """``config.json`` of T0 without an expert format; ``text`` changes text_config."""
+    linear = LINEAR_SIZES | text.pop("linear_attn_config", {})
+    config = small_config(TEXT_SIZES | text, linear)
+    del config["text_config"]["quantization_config"]
+    return config
+
+
+def t1_config(**text: Any) -> dict[str, Any]:
+    """``config.json`` of T1, with the compressed-tensors block and a vision tower."""
+    linear = LINEAR_SIZES | text.pop("linear_attn_config", {})
+    vision = VISION_SIZES | {
+        "text_hidden_size": (TEXT_SIZES | text)["hidden_size"],
+    }
+    return small_config(TEXT_SIZES | text, linear, vision=vision)
+
+
+def random_parameters(model: Any, *, seed: int = 0) -> None:
+    """Fill every parameter of ``model`` with the float32 values of the T0 recipe."""
+    flat: list[tuple[str, Any]] = tree_flatten(model.parameters())  # type: ignore
+    values = [
+        (name, mx.array(random_values(name, array.shape, seed=seed)))
+        for name, array in flat
+    ]
+    model.update(tree_unflatten(values))
+    mx.eval(model.parameters())
+
+
+def t0_model(*, seed: int = 0, **text: Any) -> Any:
+    """T0: our Model with random float32 weights, in evaluation mode."""
+    from kimi_k3.models import Model, ModelArgs
+
+    model = Model(ModelArgs.from_dict(t0_config(**text)))
+    random_parameters(model, seed=seed)
+    model.eval()
+    return model
+
+
+def write_t1(folder: Path, *, seed: int = 0, **text: Any) -> Path:
+    """T1 into ``folder`` (no tokenizer files), which is returned."""
+    return write_random_checkpoint(
+        folder, t1_config(**text), seed=seed, shards=3, a_log_stored=A_LOG_STORED
+    )
