@@ -6,12 +6,10 @@ T1  the same sizes in the source format: folder with 3 shards, vision keys, A_lo
 T2  a graded two-bank build made from a T1 whose experts are 64 wide: 12, 9, 16 and 7
     experts a layer, the third MoE layer with one bank
 TK  tokenizer folder: 256 byte ranks and some merges, 256 control ids above them
-
-``conftest.py`` need not know them: import the functions, or take the session fixtures
-with ``from tiny_k3 import t1_folder  # noqa: F401``.
 """
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from kimi_k3.nano.config import small_config
 from kimi_k3.nano.random_checkpoint import random_values, write_random_checkpoint
+from kimi_k3.nano.two_bank_copy import write_two_bank_copy
 
 VOCAB = 576
 
@@ -113,3 +112,21 @@ def write_t1(folder: Path, *, seed: int = 0, **text: Any) -> Path:
     return write_random_checkpoint(
         folder, t1_config(**text), seed=seed, shards=3, a_log_stored=A_LOG_STORED
     )
+
+
+def t2_keep() -> dict[int, list[int]]:
+    """The source expert behind each expert of T2, by layer; not in source order."""
+    total = TEXT_SIZES["num_experts"]
+    return {
+        layer: [(5 * expert + layer) % total for expert in range(count)]
+        for layer, count in enumerate(T2_COUNTS, start=1)
+    }
+
+
+def write_t2(folder: Path, *, seed: int = 0, **text: Any) -> Path:
+    """T2 into ``folder`` (no tokenizer files), which is returned."""
+    wide = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 64}
+    with TemporaryDirectory() as source:
+        write_t1(Path(source), seed=seed, **(wide | text))
+        high = dict(enumerate(T2_HIGH, start=1))
+        return write_two_bank_copy(source, folder, keep=t2_keep(), high=high)

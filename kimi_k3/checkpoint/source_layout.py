@@ -13,10 +13,9 @@ weights of a row.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import ModelArgs, TextArgs
 from ..errors import ConfigError
@@ -34,8 +33,7 @@ _TEXT = "language_model."
 _BIAS_KEYS = ("attn_bias", "linear_bias", "patch_embed_proj_bias")
 
 
-@dataclass(frozen=True)
-class SourceTensor:
+class SourceTensor(NamedTuple):
     """One stored tensor; ``layer`` is its 0-based decoder layer or None."""
 
     name: str

@@ -9,6 +9,7 @@ experts are picked, norm weights are not one.
 import json
 import math
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def write_random_checkpoint(
         )
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed=seed, a_log_stored=a_log_stored)
-    write_shards(folder, _deal(config, tensors, shards))
+    write_shards(folder, _deal(config, tensors, shards), shards)
     write_json(folder / "config.json", config)
     return folder
 
@@ -141,12 +142,17 @@ def _deal(
     return parts
 
 
-def write_shards(folder: Path, parts: list[dict[str, mx.array]]) -> None:
-    """Write each dictionary as one shard, then the index with the total size."""
+def write_shards(
+    folder: Path, parts: Iterable[dict[str, mx.array]], shards: int
+) -> None:
+    """Write each of ``shards`` dictionaries as one file, then the index.
+
+    ``parts`` may be a generator: no more than one dictionary is held.
+    """
     weight_map: dict[str, str] = {}
     total = 0
     for number, part in enumerate(parts, start=1):
-        name = shard_name(number, len(parts))
+        name = shard_name(number, shards)
         mx.save_safetensors(str(folder / name), part, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, name)
         total += sum(tensor.nbytes for tensor in part.values())
