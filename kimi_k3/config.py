@@ -87,23 +87,76 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 #: Hugging Face boilerplate and what host libraries inject. Changes nothing here.
 INERT = frozenset(
-    """
-    _name_or_path add_cross_attention architectures attention_dropout auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label ignore_index image_placeholder initializer_range
-    is_decoder is_encoder_decoder label2id length_penalty max_length
-    media_placeholder_token_id min_length model_max_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix problem_type pruned_heads
-    quantization quantization_config quantize_activations reap remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p use_bfloat16 use_cache vision_config
-    """.split()
+    [
+        "_name_or_path",
+        "add_cross_attention",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "ignore_index",
+        "image_placeholder",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "media_placeholder_token_id",
+        "min_length",
+        "model_max_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "pruned_heads",
+        "quantization",
+        "quantization_config",
+        "quantize_activations",
+        "reap",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+        "vision_config",
+    ]
 )
 
 
@@ -217,7 +270,9 @@ class TextArgs:
         _require(params, REQUIRED, where)
         _warn_unknown(params, {*REQUIRED, *DEFAULTS, *INERT}, where)
         values = {
-            f.name: params[f.name] for f in fields(cls) if params.get(f.name) is not None
+            f.name: params[f.name]
+            for f in fields(cls)
+            if params.get(f.name) is not None
         }
         for key in ("q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size"):
             values.setdefault(key, None)

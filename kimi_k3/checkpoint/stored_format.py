@@ -1,0 +1,69 @@
+"""How a weight is packed: read off the tensors, and compared with the config."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import CheckpointError
+
+#: (bits, group size) of the modes whose scales are bytes.
+_BYTE_SCALE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """A quantisation mode of MLX with its width and group size."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.bits}-bit group {self.group_size}"
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Keyword arguments for ``to_quantized`` and ``mx.dequantize``."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    @classmethod
+    def of_tensors(
+        cls, name: str, weight: mx.array, scales: mx.array, inputs: int
+    ) -> "StoredFormat":
+        """The format of packed ``weight`` and ``scales`` for ``inputs`` columns.
+
+        Raises CheckpointError when the shapes fit no format.
+        """
+        columns, groups = weight.shape[-1], scales.shape[-1]
+        bits = columns * 32 // inputs
+        if bits == 0 or columns * 32 != bits * inputs or inputs % groups:
+            raise CheckpointError(
+                f"{name}: {columns} packed columns and {groups} scales a row do not fit "
+                f"{inputs} inputs; the shard does not belong to this config.json."
+            )
+        group_size = inputs // groups
+        if scales.dtype != mx.uint8:
+            return cls("affine", bits, group_size)
+        mode = _BYTE_SCALE_MODES.get((bits, group_size))
+        if mode is None:
+            raise CheckpointError(
+                f"{name}: {bits}-bit codes with byte scales over groups of {group_size} "
+                "are no format that MLX has."
+            )
+        return cls(mode, bits, group_size)
+
+    @classmethod
+    def of_entry(cls, entry: dict[str, Any]) -> "StoredFormat":
+        """The format that a quantisation entry of ``config.json`` names."""
+        return cls(entry.get("mode", "affine"), entry["bits"], entry["group_size"])
+
+    def dequantize(
+        self, weight: mx.array, scales: mx.array, biases: mx.array | None
+    ) -> mx.array:
+        """The dense weight in float32, exact."""
+        if biases is None:
+            dense = mx.dequantize(weight, scales, **self.parameters)
+            return dense.astype(mx.float32)
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        return mx.dequantize(weight, scales, biases, **self.parameters)
