@@ -52,7 +52,10 @@ class Finder:
         upstream = _upstream_spec(name)
         folders = upstream.submodule_search_locations if upstream else None
         return spec_from_file_location(
-            name, file, loader=_Loader(), submodule_search_locations=folders
+            name,
+            file,
+            loader=_Loader(),  # pyright: ignore[reportArgumentType]
+            submodule_search_locations=folders,
         )
 
 
@@ -73,10 +76,9 @@ class _Loader:
             ours = import_module(ANSWERS[module.__name__])
         except ImportError as error:
             raise RegistrationError(
-                f"{module.__name__}: this {_pip_name(host)} "
-                f"({host_version(host) or 'of unknown version'}) lacks something that "
-                f"kimi-k3-mlx needs: {error}. Update both packages, or set {SWITCH}=off "
-                "to use the host's own class."
+                f"{module.__name__}: {_pip_name(host)} {host_version(host)} lacks "
+                f"something that kimi-k3-mlx needs: {error}. Update both packages, or "
+                f"set {SWITCH}=off to use the host's own class."
             ) from error
         for name, value in vars(ours).items():
             if not (name.startswith("__") and name.endswith("__")):
@@ -117,8 +119,8 @@ def register() -> bool:
         module = sys.modules.get(name)
         if module is not None and our_file(name) and not is_ours(module.__file__):
             raise RegistrationError(
-                f"{name} was already imported from {module.__file__}, so its class is in "
-                "use. Call kimi_k3.register() before the first model is loaded."
+                f"{name} was already imported from {module.__file__}, so its class "
+                "is in use. Call kimi_k3.register() before the first model is loaded."
             )
     return install("kimi_k3.register()")
 
@@ -172,8 +174,8 @@ def check_host(host: str) -> None:
     parts = tuple(map(int, numbers[0].split("."))) if numbers else ()
     if parts < OLDEST_HOST[host]:
         raise RegistrationError(
-            f"{name} {found} is too old for kimi-k3-mlx, which needs {wanted} or newer: "
-            f'pip install -U "{name}>={wanted}", or set {SWITCH}=off to use the '
+            f"{name} {found} is too old for kimi-k3-mlx, which needs {wanted} or "
+            f'newer: pip install -U "{name}>={wanted}", or set {SWITCH}=off to use the '
             "host's own class."
         )
 

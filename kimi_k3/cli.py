@@ -1,0 +1,156 @@
+"""The command ``kimi-k3``: parse, call one function, print; the only place that exits.
+
+A verb is a row of :data:`VERBS`: what it is, how its arguments look, and a function
+that imports what it needs when it is asked for, and returns the exit code.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import __version__
+from .errors import KimiK3Error
+
+if TYPE_CHECKING:
+    from .machine.doctor import Report
+
+EPILOG = """\
+examples:
+  kimi-k3 demo                                   see a small random K3 generate
+  kimi-k3 doctor                                 is this machine ready?
+  kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
+  mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"
+                                                 stock commands simply work
+
+An error is one line on stderr and exit code 2; --debug shows where it came from.
+"""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One subcommand. ``run`` returns what ``sys.exit`` takes: 0 or None is success."""
+
+    summary: str
+    examples: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], object]
+
+
+def main(arguments: Sequence[str] | None = None) -> object:
+    """Run the command line; returns what ``sys.exit`` takes."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return VERBS[options.verb].run(options)
+    except KimiK3Error as error:
+        if options.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``kimi-k3`` with one subparser a verb."""
+    parser = argparse.ArgumentParser(
+        prog="kimi-k3",
+        description="Run, prune and judge Kimi K3 on Apple's MLX.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {__version__}"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=verb.summary,
+            description=verb.summary[0].upper() + verb.summary[1:] + ".",
+            epilog="examples:\n" + verb.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(subparser)
+    return parser
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("module", help="mlx_lm.generate, mlx_lm.server, mlx_vlm.chat …")
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        help="handed on to the module as they are",
+    )
+
+
+def _run(options: argparse.Namespace) -> object:
+    from .run import run_host
+
+    return run_host(options.module, options.arguments)
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .machine.doctor import diagnose
+
+    report = diagnose()
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(_report_text(report))
+    return 0 if report.healthy else 1
+
+
+def _report_text(report: "Report") -> str:
+    lines = [f"{name:14}{found or '-'}" for name, found in report.versions.items()]
+    lines.append("")
+    for answer in report.hosts:
+        owner = {True: "our class", False: "its own class", None: "no class"}
+        lines.append(f"{answer.host:14}{owner[answer.ours]}: {answer.reason}")
+        if answer.file:
+            lines.append(f"{'':14}{answer.file}")
+    if machine := report.machine:
+        lines += ["", f"{'system':14}{machine.system} {machine.system_version}"]
+        lines.append(f"{'device':14}{machine.device}")
+        lines.append(f"{'memory':14}{machine.memory / 2**30:.1f} GiB")
+        if machine.gpu_memory:
+            lines.append(f"{'for the GPU':14}{machine.gpu_memory / 2**30:.1f} GiB")
+        if machine.wired_limit_mb is not None:
+            limit = machine.wired_limit_mb or "0 (system default)"
+            lines.append(f"{'wired limit':14}{limit}")
+    for finding in report.findings:
+        kind = "problem" if finding.stops else "note"
+        lines += ["", f"{kind}: {finding.what}", f"  {finding.remedy}"]
+    verdict = "K3 runs here." if report.healthy else "K3 does not run here."
+    return "\n".join([*lines, "", verdict])
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+VERBS = {
+    "run": Verb(
+        "run a command of mlx-lm or mlx-vlm with our class, after a look at the folder",
+        "  kimi-k3 run mlx_lm.generate --model ./build --prompt hello\n"
+        "  kimi-k3 run mlx_lm.server --model ./build --port 8080\n\n"
+        "Only needed where Python ignores start-up files, or to have a damaged folder\n"
+        "named before it is read. The exit code is the command's.\n",
+        _run_arguments,
+        _run,
+    ),
+    "doctor": Verb(
+        "show versions, whose K3 class answers and why, the machine, and what to mend",
+        "  kimi-k3 doctor\n  kimi-k3 doctor --json\n\n"
+        "Exit code 1 if something stops K3 from running.\n",
+        _doctor_arguments,
+        _doctor,
+    ),
+}
