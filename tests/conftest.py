@@ -5,8 +5,8 @@ from pathlib import Path
 
 os.environ["MLX_ENABLE_TF32"] = "0"
 
-import pytest  # noqa: E402
-from golden_data import Case, case_folders  # noqa: E402
+import pytest
+from golden_data import Case, case_folders
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
