@@ -18,12 +18,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Fixture, kind of folder it goes through, and the file that such a folder must have.
+PARAMETRISED = (
+    ("golden", "golden", "golden_text.safetensors"),
+    ("padded_golden", "golden", "golden_leftpad.safetensors"),
+    ("build", "formats", "expected_logits.safetensors"),
+)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give ``golden`` every golden case and ``build`` every build of the wild."""
+    """Give each fixture of ``PARAMETRISED`` every folder it goes through."""
     extra = metafunc.config.getoption("--extra-data")
-    for fixture, kind in (("golden", "golden"), ("build", "formats")):
+    for fixture, kind, needed in PARAMETRISED:
         if fixture in metafunc.fixturenames:
-            folders = case_folders(kind, extra)
+            folders = [f for f in case_folders(kind, extra) if (f / needed).exists()]
             metafunc.parametrize(
                 fixture,
                 folders,
@@ -36,6 +44,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def golden(request: pytest.FixtureRequest) -> Case:
     """A source checkpoint with the outputs of Moonshot's code."""
+    return Case(request.param)
+
+
+@pytest.fixture(scope="session")
+def padded_golden(request: pytest.FixtureRequest) -> Case:
+    """A golden case that also has a left-padded batch."""
     return Case(request.param)
 
 

@@ -157,35 +157,51 @@ def left_padded_cache(model: Any, padding: list[int]) -> list[Any]:
     ]
 
 
-def test_left_padded_batch(golden: Case, model: Any) -> None:
-    if not golden.has("golden_leftpad"):
-        assert golden.name != "E", "the padded case lost its file"
-        return
-    want = golden.expected("golden_leftpad")
-    mask = to_numpy(want["attention_mask"]) == 1
+@pytest.fixture(scope="module")
+def padded_model(padded_golden: Case) -> Any:
+    return load_float32(padded_golden.folder)
+
+
+@pytest.fixture(scope="module")
+def padded(padded_golden: Case) -> dict[str, mx.array]:
+    return padded_golden.expected("golden_leftpad")
+
+
+def real_tokens(padded: dict[str, mx.array]) -> tuple[np.ndarray, list[int]]:
+    """Which positions are real (B, T), and how many of each row are not."""
+    mask = to_numpy(padded["attention_mask"]) == 1
     padding = [int(n) for n in (~mask).sum(axis=1)]
     assert sorted(padding) == [0, 5]
-    with recorded(model) as seen:
-        logits = model(want["input_ids"], cache=left_padded_cache(model, padding))
+    return mask, padding
+
+
+def test_left_padded_batch(padded: dict[str, mx.array], padded_model: Any) -> None:
+    mask, padding = real_tokens(padded)
+    cache = left_padded_cache(padded_model, padding)
+    with recorded(padded_model) as seen:
+        logits = padded_model(padded["input_ids"], cache=cache)
         mx.eval(logits, seen)
-    for name, got in {**seen, "logits": logits}.items():
-        if name != "logits" and not name.endswith(".out"):
-            continue
+    got = {k: v for k, v in seen.items() if k.endswith(".out")} | {"logits": logits}
+    assert len(got) == len(padded_model.layers) + 1
+    for name, value in got.items():
         rel = LOGITS if name == "logits" else HIDDEN
-        assert_close(
-            to_numpy(got)[mask], to_numpy(want[name])[mask], rel=rel, where=name
-        )
-    check_cached_run(model, left_padded_cache(model, padding), want, "cached.")
+        real, want = to_numpy(value)[mask], to_numpy(padded[name])[mask]
+        assert_close(real, want, rel=rel, where=name)
 
 
-def test_a_padded_batch_without_its_mask_fails(golden: Case, model: Any) -> None:
+def test_left_padded_decode(padded: dict[str, mx.array], padded_model: Any) -> None:
+    _, padding = real_tokens(padded)
+    cache = left_padded_cache(padded_model, padding)
+    check_cached_run(padded_model, cache, padded, "cached.")
+
+
+def test_a_padded_batch_without_its_mask_fails(
+    padded: dict[str, mx.array], padded_model: Any
+) -> None:
     """Broken twin: the same batch with a cache that does not know the padding."""
-    if not golden.has("golden_leftpad"):
-        return
-    want = golden.expected("golden_leftpad")
-    mask = to_numpy(want["attention_mask"]) == 1
-    got = to_numpy(model(want["input_ids"], cache=model.make_cache()))
-    assert relative_error(got[mask], to_numpy(want["logits"])[mask]) > 100 * LOGITS
+    mask, _ = real_tokens(padded)
+    got = to_numpy(padded_model(padded["input_ids"], cache=padded_model.make_cache()))
+    assert relative_error(got[mask], to_numpy(padded["logits"])[mask]) > 100 * LOGITS
 
 
 def test_golden_logits_notice_one_expert(golden: Case, model: Any) -> None:

@@ -23,7 +23,7 @@ def select_experts(
         top_k: experts a token.
         groups, top_groups: with ``groups > top_groups`` only experts of the best
             groups can be chosen; a group's score is the sum of its best two.
-        renormalize: divide the chosen scores by their sum.
+        renormalize: divide the chosen scores by their sum, if more than one is chosen.
         scale: factor on the weights, after renormalising.
 
     Returns:
@@ -37,7 +37,7 @@ def select_experts(
     ids = mx.argpartition(-ranking, kth=top_k - 1, axis=-1)[..., :top_k]
     ids = mx.stop_gradient(ids)
     weights = mx.take_along_axis(scores, ids, axis=-1)
-    if renormalize:
+    if renormalize and top_k > 1:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return ids, weights * scale
 
