@@ -170,9 +170,9 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def test_full_model_builds_lazily(full_args, full_tensors):
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    start = time.perf_counter()
+    start = time.process_time()
     model = Model(full_args)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     sizes = [array.size for _, array in tree_flatten(model.parameters())]  # type: ignore
     assert seconds < 5
     assert mx.get_peak_memory() - before < 2**24

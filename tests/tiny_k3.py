@@ -64,6 +64,9 @@ VISION_SIZES: dict[str, Any] = {
 #: Stored length of A_log in T1, for 4 heads.
 A_LOG_STORED = 6
 
+#: What T2's source has besides T1's sizes: experts wide enough for groups of 64.
+WIDE_EXPERTS = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 64}
+
 #: T2: experts kept in layers 1 to 4, and how many of them are in the high bank.
 T2_COUNTS = (12, 9, 16, 7)
 T2_HIGH = (5, 1, 0, 6)
@@ -125,8 +128,7 @@ def t2_keep() -> dict[int, list[int]]:
 
 def write_t2(folder: Path, *, seed: int = 0, **text: Any) -> Path:
     """T2 into ``folder`` (no tokenizer files), which is returned."""
-    wide = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 64}
     with TemporaryDirectory() as source:
-        write_t1(Path(source), seed=seed, **(wide | text))
+        write_t1(Path(source), seed=seed, **(WIDE_EXPERTS | text))
         high = dict(enumerate(T2_HIGH, start=1))
         return write_two_bank_copy(source, folder, keep=t2_keep(), high=high)

@@ -60,3 +60,9 @@ NANO_CONFIG: dict[str, Any] = small_config(
         "head_dim": 32,
     },
 )
+
+#: Ids of the 256 control tokens: the last of the vocabulary, as in the release.
+CONTROL_TOKENS = range(
+    NANO_CONFIG["text_config"]["vocab_size"] - 256,
+    NANO_CONFIG["text_config"]["vocab_size"],
+)

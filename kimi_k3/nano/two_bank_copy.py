@@ -42,7 +42,7 @@ def uneven_banks(
     total = text.num_experts
     for place, layer in enumerate(_moe_layers(text)):
         count = max(text.num_experts_per_token, total - place % 4 * (total // 8))
-        keep[layer] = tuple((place + expert) % total for expert in range(count))
+        keep[layer] = tuple((place - expert) % total for expert in range(count))
         high[layer] = 0 if place == 1 else count // 3
     return keep, high
 
