@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from kimi_k3.nano.config import small_config
 from kimi_k3.nano.random_checkpoint import random_values, write_random_checkpoint
+from kimi_k3.nano.tokenizer_files import write_tokenizer
 from kimi_k3.nano.two_bank_copy import write_two_bank_copy
 
 VOCAB = 576
@@ -65,7 +66,10 @@ VISION_SIZES: dict[str, Any] = {
 A_LOG_STORED = 6
 
 #: What T2's source has besides T1's sizes: experts wide enough for groups of 64.
-WIDE_EXPERTS = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 64}
+WIDE_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 64,
+    "routed_expert_hidden_size": 64,
+}
 
 #: T2: experts kept in layers 1 to 4, and how many of them are in the high bank.
 T2_COUNTS = (12, 9, 16, 7)
@@ -110,8 +114,18 @@ def t0_model(*, seed: int = 0, **text: Any) -> Any:
     return model
 
 
-def write_t1(folder: Path, *, seed: int = 0, **text: Any) -> Path:
-    """T1 into ``folder`` (no tokenizer files), which is returned."""
+def write_tk(folder: Path) -> Path:
+    """TK, the tokenizer files that fit T0, T1 and T2, into ``folder``."""
+    write_tokenizer(folder, vocab_size=VOCAB)
+    return folder
+
+
+def write_t1(
+    folder: Path, *, seed: int = 0, tokenizer: bool = False, **text: Any
+) -> Path:
+    """T1 into ``folder``, which is returned; with ``tokenizer`` also TK."""
+    if tokenizer:
+        write_tk(folder)
     return write_random_checkpoint(
         folder, t1_config(**text), seed=seed, shards=3, a_log_stored=A_LOG_STORED
     )
@@ -126,9 +140,11 @@ def t2_keep() -> dict[int, list[int]]:
     }
 
 
-def write_t2(folder: Path, *, seed: int = 0, **text: Any) -> Path:
-    """T2 into ``folder`` (no tokenizer files), which is returned."""
+def write_t2(
+    folder: Path, *, seed: int = 0, tokenizer: bool = False, **text: Any
+) -> Path:
+    """T2 into ``folder``, which is returned; with ``tokenizer`` also TK."""
     with TemporaryDirectory() as source:
-        write_t1(Path(source), seed=seed, **(WIDE_EXPERTS | text))
+        write_t1(Path(source), seed=seed, tokenizer=tokenizer, **(WIDE_EXPERTS | text))
         high = dict(enumerate(T2_HIGH, start=1))
         return write_two_bank_copy(source, folder, keep=t2_keep(), high=high)

@@ -7,6 +7,7 @@ quantisation block) is the released model's, so a small K3 takes the same code p
 from typing import Any
 
 from ..checkpoint.source_layout import full_size_config
+from .tokenizer_files import CONTROL_NAMES
 
 
 def small_config(
@@ -14,12 +15,12 @@ def small_config(
     linear: dict[str, Any],
     *,
     vision: dict[str, Any] | None = None,
-    tokens: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     """The released config with ``text`` and ``linear`` (KDA) sizes replaced.
 
-    ``vision`` replaces sizes of the vision tower; None leaves the tower out.
-    ``tokens`` replaces top-level token ids such as ``eos_token_id``.
+    ``vision`` replaces sizes of the vision tower; None leaves the tower out. Token ids
+    are those of :func:`~kimi_k3.nano.tokenizer_files.write_tokenizer` for the
+    ``vocab_size``, which must be in ``text``.
     """
     config = full_size_config()
     config["text_config"] |= text
@@ -28,7 +29,18 @@ def small_config(
         del config["vision_config"]
     else:
         config["vision_config"] |= vision
-    return config | (tokens or {})
+    return config | _token_ids(text["vocab_size"])
+
+
+def _token_ids(vocab_size: int) -> dict[str, int]:
+    first = vocab_size - 256
+    names = {
+        "bos_token_id": "[BOS]",
+        "eos_token_id": "<|end_of_msg|>",
+        "pad_token_id": "[PAD]",
+        "media_placeholder_token_id": "<|media_pad|>",
+    }
+    return {key: first + CONTROL_NAMES[name] for key, name in names.items()}
 
 
 #: A K3 of 3.7 M parameters in 2.7 MB: 9 layers in 3 residual blocks, 32 experts, top-4.
