@@ -27,7 +27,7 @@ def relative_error(got: Any, want: Any) -> float:
 
 
 def assert_close(
-    got: Any, want: Any, *, rel: float, where: str, dtype: Any = None
+    got: Any, want: Any, *, rel: float, where: str = "result", dtype: Any = None
 ) -> float:
     """Assert max|got - want| <= rel * max|want| and return the ratio.
 
