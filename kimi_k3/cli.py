@@ -6,6 +6,7 @@ that imports what it needs when it is asked for, and returns the exit code.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,11 +133,31 @@ def _report_text(report: "Report") -> str:
     return "\n".join([*lines, "", verdict])
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-dir", metavar="FOLDER", help="where the small checkpoints are kept"
+    )
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .nano.cache import default_cache_dir
+    from .nano.demo import run_demo
+
+    folder = options.cache_dir or default_cache_dir(os.environ)
+    report = run_demo(
+        folder, environment=os.environ, progress=lambda line: print(line, flush=True)
+    )
+    return 1 if report.problems else 0
 
 
 VERBS = {
+    "demo": Verb(
+        "make a small random K3 and let the stock command generate with it",
+        "  kimi-k3 demo\n  kimi-k3 demo --cache-dir /tmp/k3\n\n"
+        "Exit code 1 if a step did not go as it should.\n",
+        _demo_arguments,
+        _demo,
+    ),
     "run": Verb(
         "run a command of mlx-lm or mlx-vlm with our class, after a look at the folder",
         "  kimi-k3 run mlx_lm.generate --model ./build --prompt hello\n"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 
 from .checkpoint.folder import check_folder
@@ -82,7 +83,7 @@ def checkpoint_folders(arguments: Sequence[str]) -> list[Path]:
     Knows ``--model X``, ``--model=X`` and the short forms that argparse accepts.
     """
     folders = []
-    for option, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for option, following in zip_longest(arguments, arguments[1:]):
         name, equals, value = option.partition("=")
         if not equals:
             value = following
