@@ -53,10 +53,9 @@ def run_command(
 
     ``environment`` is added to that of the tests, less their KIMI_K3_MLX.
     """
-    inherited = {k: v for k, v in os.environ.items() if k != "KIMI_K3_MLX"}
     return subprocess.run(
         [str(part) for part in command],
-        env=inherited | dict(environment or {}),
+        env=environment_with(environment or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -64,7 +63,13 @@ def run_command(
     )
 
 
-def witness(folder: Path, *, hide_host: bool = False) -> Mapping[str, str]:
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the tests less their KIMI_K3_MLX, with ``changes``."""
+    inherited = {k: v for k, v in os.environ.items() if k != "KIMI_K3_MLX"}
+    return inherited | dict(changes)
+
+
+def witness(folder: Path, *, hide_host: bool = False) -> dict[str, str]:
     """Environment that makes processes testify into ``folder``.
 
     ``hide_host`` makes mlx-lm's own ``kimi_k3`` unfindable in them.

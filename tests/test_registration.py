@@ -171,7 +171,7 @@ def test_start_files_of_both_kinds_name_the_same_function(
 ):
     from pkgutil import resolve_name
 
-    folder = OURS.parent / "packaging"
+    folder = Path(__file__).parent.parent / "packaging"
     (entry_point,) = (folder / "kimi_k3_mlx.start").read_text().split()
     assert resolve_name(entry_point) is registration.install_at_startup
     (line,) = (folder / "kimi_k3_mlx.pth").read_text().splitlines()
