@@ -92,7 +92,13 @@ def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path):
     assert thesis.read_text() == "mine"
 
 
-def test_default_cache_dir(tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KimiK3Error, match=r"file/cache cannot hold .* --cache-dir"):
+        demo_folders(tmp_path / "file" / "cache")
+
+
+def test_default_cache_dir():
     assert default_cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/kimi-k3-mlx")
     assert default_cache_dir({}) == Path.home() / ".cache" / "kimi-k3-mlx"
 
@@ -146,6 +152,8 @@ def test_whole_demo(cached):
     assert report.problems == (), text
     assert report.seconds <= time.perf_counter() - start < 60
     assert [run.tokens for run in report.generations] == [32, 32]
+    assert all(run.text.isprintable() for run in report.generations)
+    assert "\ufffd" not in report.generations[0].text
     assert report.generations[0].text != report.generations[1].text
     assert [found.file for found in report.loaded] == [our_module.__file__] * 2
     assert "mlx_lm" in (report.control[0].file or "")

@@ -17,6 +17,7 @@ from typing import Any
 from .. import __version__
 from ..config import ModelArgs
 from ..errors import KimiK3Error
+from ..tokenizer.files import VOCAB_FILE, read_ranks
 from .config import CONTROL_TOKENS, NANO_CONFIG
 from .random_checkpoint import write_json, write_random_checkpoint
 from .tokenizer_files import write_tokenizer
@@ -45,21 +46,30 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 def write_nano(folder: str | Path) -> Path:
     """Write the small K3 with random weights and its tokenizer into ``folder``.
 
-    Control ids are never picked by greedy decoding: random weights give end ids no
-    meaning, and a demo that stops early shows nothing.
+    Greedy decoding picks neither control ids nor tokens that are no printable text:
+    random weights give an end id no meaning, and half a character shows nothing.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, vocab_size=NANO_CONFIG["text_config"]["vocab_size"])
-    return write_random_checkpoint(
-        folder, NANO_CONFIG, seed=SEED, silent=CONTROL_TOKENS
-    )
+    ranks = read_ranks(folder / VOCAB_FILE)
+    silent = [rank for token, rank in ranks.items() if not _is_printable(token)]
+    silent.extend(CONTROL_TOKENS)
+    return write_random_checkpoint(folder, NANO_CONFIG, seed=SEED, silent=silent)
+
+
+def _is_printable(token: bytes) -> bool:
+    try:
+        return token.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
 
 
 def demo_folders(cache_dir: str | Path) -> DemoFolders:
     """The demo's checkpoints in ``cache_dir``, written unless they are there and whole.
 
-    Both appear at once, by a rename. Raises KimiK3Error if something else has the name.
+    Both appear at once, by a rename. Raises KimiK3Error if something else has the name
+    or the folder cannot be written.
     """
     cache_dir = Path(cache_dir)
     target = cache_dir / _FOLDER
@@ -67,8 +77,7 @@ def demo_folders(cache_dir: str | Path) -> DemoFolders:
     fresh = _is_fresh(target, recipe)
     if not fresh:
         _refuse_foreign(target)
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        building = Path(mkdtemp(prefix=f".{_FOLDER}-", dir=cache_dir))
+        building = _temporary_folder(cache_dir)
         try:
             _build(building, recipe)
             shutil.rmtree(target, ignore_errors=True)
@@ -83,6 +92,17 @@ def _build(folder: Path, recipe: str) -> None:
     keep, high = uneven_banks(ModelArgs.from_dict(NANO_CONFIG).text_config)
     write_two_bank_copy(plain, folder / _TWO_BANK, keep=keep, high=high)
     write_json(folder / _STAMP, {"recipe": recipe, "files": _checksums(folder)})
+
+
+def _temporary_folder(cache_dir: Path) -> Path:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return Path(mkdtemp(prefix=f".{_FOLDER}-", dir=cache_dir))
+    except OSError as error:
+        raise KimiK3Error(
+            f"{cache_dir} cannot hold the demo's checkpoints ({error.strerror}); name a "
+            "folder that can be written with --cache-dir."
+        ) from error
 
 
 def _is_fresh(folder: Path, recipe: str) -> bool:
