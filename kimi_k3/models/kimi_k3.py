@@ -12,12 +12,14 @@ import mlx.nn as nn
 
 from ..checkpoint.sanitize import module_weights, quantize_as_stored
 from ..config import ModelArgs
+from ..tokenizer import TOKENIZER_DEFAULTS, register_tokenizer
 from .distributed import shard_layers
 from .text import DecoderLayer, LanguageModel, TextModel
 
 __all__ = ["TOKENIZER_DEFAULTS", "Model", "ModelArgs"]
 
-TOKENIZER_DEFAULTS: dict[str, Any] = {"tool_parser_type": "kimi_k3"}
+# mlx-lm imports this module before it asks transformers for a tokenizer.
+register_tokenizer()
 
 #: Parameters that stay float32 when a model is cast: the source stores them so.
 FLOAT32_PARAMETERS = (
