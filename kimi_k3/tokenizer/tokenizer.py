@@ -26,7 +26,7 @@ from .files import (
     stated_end_ids,
 )
 from .prompt import Piece, RenderedPrompt
-from .xtml import OPEN, chat_options, marker_texts, render
+from .xtml import OPEN, bare_tags, chat_options, render
 
 #: Stands for a template: hosts take a tokenizer without one for a model without chat.
 #: Whoever renders it by mistake is told so instead of getting a wrong prompt.
@@ -71,7 +71,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         self._bpe = Bpe(ranks, control_names(named, len(ranks)))
         self._markers = {
             "".join(piece.text for piece in pieces): self._ids_of_pieces(pieces)
-            for pieces in marker_texts()
+            for pieces in bare_tags()
         }
         self._added_tokens_decoder = {
             token_id: AddedToken(name, normalized=False, special=True)
@@ -87,8 +87,6 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         self.chat_template = NO_TEMPLATE
         # None lets _ids_of tell a caller's False from the default.
         self.split_special_tokens = None
-        if self.eos_token is not None:
-            self._markers[self.eos_token] = [self._bpe.controls[self.eos_token]]
 
     @classmethod
     def from_pretrained(
@@ -150,8 +148,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         - a rendered prompt: what the renderer placed, and only that;
         - ``split`` (transformers' ``split_special_tokens``) True: nothing; False: every
           control name, for callers that render by themselves;
-        - by default: a text that is exactly one of XTML's bare markers, which mlx-lm
-          asks for by name, and an end id's name, for stop words;
+        - by default: a text that is exactly one of XTML's tags without attributes, as
+          mlx-lm asks for them (where thinking or tool calls start and end);
         - ``whole_prompt`` (a raw completion, with special tokens asked for): the four
           markers, if the text begins like a hand-written conversation.
         """

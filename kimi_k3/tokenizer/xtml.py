@@ -334,9 +334,8 @@ def _json(where: str, value: Any, **style: Any) -> str:
         raise ChatError(f"{where} cannot be written as JSON: {error}.") from None
 
 
-def marker_texts() -> Iterable[tuple[Piece, ...]]:
-    """Every marker without attributes, and the end of a message, as pieces."""
+def bare_tags() -> Iterable[tuple[Piece, ...]]:
+    """Every opening and closing tag without attributes, as pieces."""
     for tag in TAGS:
         for first in (OPEN, CLOSE):
             yield first, Piece(tag), SEP
-    yield (END,)
