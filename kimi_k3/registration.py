@@ -68,18 +68,11 @@ class _Loader:
     def exec_module(self, module: "ModuleType") -> None:
         from importlib import import_module
 
-        from .errors import RegistrationError
-
-        host = module.__name__.partition(".")[0]
-        check_host(host)
+        check_host(module.__name__.partition(".")[0])
         try:
             ours = import_module(ANSWERS[module.__name__])
         except ImportError as error:
-            raise RegistrationError(
-                f"{module.__name__}: {_pip_name(host)} {host_version(host)} lacks "
-                f"something that kimi-k3-mlx needs: {error}. Update both packages, or "
-                f"set {SWITCH}=off to use the host's own class."
-            ) from error
+            raise _import_failure(module.__name__, error) from error
         for name, value in vars(ours).items():
             if not (name.startswith("__") and name.endswith("__")):
                 setattr(module, name, value)
@@ -212,6 +205,22 @@ def load_upstream(name: str) -> "ModuleType":
         del sys.modules[alias]
         raise
     return module
+
+
+def _import_failure(name: str, error: ImportError) -> Exception:
+    """A host would only say that the model type is not supported."""
+    from .errors import RegistrationError
+
+    if (error.name or "").partition(".")[0] == "kimi_k3":
+        return RegistrationError(
+            f"{name}: kimi-k3-mlx is damaged ({error}); install it again."
+        )
+    host = name.partition(".")[0]
+    return RegistrationError(
+        f"{name}: {_pip_name(host)} {host_version(host)} or what it uses lacks something "
+        f"that kimi-k3-mlx needs: {error}. Update both, or set {SWITCH}=off to use the "
+        "host's own class."
+    )
 
 
 def _upstream_spec(name: str) -> "ModuleSpec | None":

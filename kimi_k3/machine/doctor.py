@@ -128,10 +128,10 @@ def host_findings(answer: HostAnswer) -> list[Finding]:
 
 
 def package_findings(versions: dict[str, str | None]) -> list[Finding]:
-    """Packages that are missing, apart from the hosts."""
+    """Packages that are missing, apart from mlx and the hosts, which are imported."""
     return [
         Finding(f"{name} is not installed", f"pip install {name}", stops=True)
-        for name in ("mlx", "tiktoken", "numpy")
+        for name in ("tiktoken", "numpy")
         if versions[name] is None
     ]
 
