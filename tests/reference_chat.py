@@ -22,12 +22,12 @@ class ReferenceTokenizer:
             )
         self.processor = KimiK3Processor(tokenizer=self.tokenizer)
 
-    def text_ids(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> Any:
         """Ids of ``text`` as ordinary text."""
         return self.tokenizer.encode(
             text, add_special_tokens=False, split_special_tokens=True
         )
 
-    def chat_ids(self, messages: list[Any], **options: Any) -> list[int]:
+    def chat_ids(self, messages: list[Any], **options: Any) -> Any:
         options = {"add_generation_prompt": False} | options
         return self.processor.apply_chat_template(messages, tokenize=True, **options)
