@@ -32,8 +32,8 @@ JOBS = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that two launched ranks have filled, checkpoints beside it."""
     out = tmp_path_factory.mktemp("ranks")
-    write_t1(out / "source", **WIDE)
-    write_t2(out / "two_bank", **WIDE)
+    write_t1(out / "source", tokenizer=True, **WIDE)
+    write_t2(out / "two_bank", tokenizer=True, **WIDE)
     command = [
         str(Path(sys.executable).with_name("mlx.launch")),
         *("-n", "2", "--backend", "ring", "--"),

@@ -1,4 +1,4 @@
-"""Run by mlx.launch: one rank of models split by heads and experts, or by layers.
+"""Run by mlx.launch: one rank of models that mlx-lm's ``sharded_load`` splits.
 
     ranks.py OUT tensor:FOLDER pipeline:FOLDER …
 
@@ -13,19 +13,15 @@ import warnings
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.utils import load_model
+from mlx_lm.utils import sharded_load
 
 warnings.simplefilter("ignore")
 
 
-def run(folder: Path, kind: str, group: mx.distributed.Group) -> tuple[mx.array, str]:
-    model, _ = load_model(folder, lazy=True)
+def run(folder: str, kind: str, group: mx.distributed.Group) -> tuple[mx.array, str]:
+    groups = (None, group) if kind == "tensor" else (group, None)
+    model, _ = sharded_load(folder, *groups)
     model.set_dtype(mx.float32)
-    if kind == "tensor":
-        model.shard(group)
-    else:
-        model.model.pipeline(group)
-    mx.eval(model.parameters())
 
     tokens = mx.array([[(7 * i + 3) % 500 for i in range(23)]])
     cache = model.make_cache()
@@ -39,7 +35,7 @@ def run(folder: Path, kind: str, group: mx.distributed.Group) -> tuple[mx.array,
 out, group = Path(sys.argv[1]), mx.distributed.init()
 for number, job in enumerate(sys.argv[2:]):
     kind, _, folder = job.partition(":")
-    logits, module = run(Path(folder), kind, group)
+    logits, module = run(folder, kind, group)
     mx.eval(logits)
     (out / f"{number}-{group.rank()}.json").write_text(json.dumps(module))
     if group.rank() == 0:
