@@ -1,5 +1,6 @@
 """Formats that carry a Kimi K3 but belong to another tool: refused by name."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ForeignCheckpointError
@@ -35,3 +36,14 @@ def refuse_foreign_config(config: dict[str, Any]) -> None:
             "offload/expert_store). Use the runtime that wrote it; experts streamed from "
             "disk are not offered here."
         )
+
+
+def refuse_foreign_tensors(names: Iterable[str]) -> None:
+    """Raise ForeignCheckpointError if a tensor name is of a rotated-codebook build."""
+    for name in names:
+        if name.endswith((".codebook", ".signs")):
+            raise ForeignCheckpointError(
+                f"{name}: this is a turboquant build; its weights are rotated codebook "
+                "indices, not an affine or mxfp4 format. Run it with turboquant-mlx, or "
+                "convert again from the original release."
+            )

@@ -23,9 +23,6 @@ OTHER_PARTS = (
     "model.mtp.",
 )
 
-#: Suffixes of a quantised weight: packed codes, scales, and biases in affine mode.
-QUANTIZED_SUFFIXES = ("weight", "scales", "biases")
-
 _RENAMES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -45,9 +42,10 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(w[123])\.(weight|scales|biases)$"
 _EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _QKV = re.compile(r"\.self_attn\.([qkv])_(proj|conv\.conv)\.(weight|scales|biases)$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The parameter a tensor becomes, and which part of it when several tensors do.
 
@@ -99,9 +97,29 @@ def place(name: str, args: TextArgs) -> Placement | None:
 
 
 def place_all(names: Iterable[str], args: TextArgs) -> dict[str, Placement]:
-    """The placement of each of ``names`` that goes into the text model."""
-    placements = ((name, place(name, args)) for name in names)
-    return {name: found for name, found in placements if found is not None}
+    """The placement of each of ``names`` that goes into the text model.
+
+    The release has half a million names that differ in an expert number only; one of
+    each kind is looked at.
+    """
+    placements: dict[str, Placement] = {}
+    kinds: dict[str, Placement | None] = {}
+    for name in names:
+        found = _EXPERT_NUMBER.search(name)
+        if found is None:
+            placement = place(name, args)
+        else:
+            kind = f"{name[: found.start(1)]}0{name[found.end(1) :]}"
+            if kind not in kinds:
+                kinds[kind] = place(kind, args)
+            placement = kinds[kind]
+            if placement is not None and placement.part is None:
+                placement = place(name, args)
+            elif placement is not None:
+                placement = Placement(placement.key, int(found[1]))
+        if placement is not None:
+            placements[name] = placement
+    return placements
 
 
 def parts_of(key: str, args: TextArgs) -> int:
@@ -109,3 +127,15 @@ def parts_of(key: str, args: TextArgs) -> int:
     if ".switch_mlp." in key:
         return args.experts_in_layer(layer_of(key) or 0)
     return 3
+
+
+def scales_name(name: str) -> str:
+    """The stored name of the scales that belong to the weight called ``name``."""
+    if name.endswith(".weight_packed"):
+        return name.removesuffix("packed") + "scale"
+    return name.removesuffix(".weight") + ".scales"
+
+
+def biases_name(name: str) -> str:
+    """The stored name of the affine biases that belong to the weight ``name``."""
+    return name.removesuffix(".weight") + ".biases"

@@ -14,39 +14,68 @@ from mlx.utils import tree_flatten
 
 from ..config import ModelArgs, TextArgs
 from ..errors import CheckpointError
-from .agreement import check_agreement
-from .names import PREFIX, QUANTIZED_SUFFIXES, Placement, layer_of, parts_of, place_all
+from .agreement import check_agreement, check_scale_bytes
+from .foreign import refuse_foreign_tensors
+from .names import PREFIX, Placement, layer_of, parts_of, place_all
 from .stored_format import StoredFormat
 
 Weights = dict[str, mx.array]
 Shapes = dict[str, tuple[int, ...]]
 
+#: Stored names of one suffix of a module, by part.
+Parts = dict[int, str]
 
-def module_weights(weights: Weights, args: ModelArgs, model: nn.Module) -> Weights:
+_SUFFIXES = ("weight", "scales", "biases")
+
+_PACKED = (mx.uint32, mx.uint8)
+
+
+def module_weights(
+    weights: Weights, args: ModelArgs, model: nn.Module, *, read_values: bool = True
+) -> Weights:
     """``weights`` under the names of ``model``'s parameters.
 
     Fuses per-expert tensors and query/key/value parts, splits ``kv_b_proj``, trims
     ``A_log`` to one value a head, turns convolution weights to MLX's layout and
     dequantises the router. Vision tensors are left out. Raises CheckpointError where
-    tensors contradict ``config.json``.
+    tensors contradict ``config.json``. Without ``read_values`` nothing is evaluated, so
+    ``weights`` may be stand-ins that have a shape and a dtype only.
     """
     text = args.text_config
-    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    shapes: Shapes = {key: array.shape for key, array in parameters}
+    shapes = dense_shapes(model)
+    refuse_foreign_tensors(weights)
     placements = place_all(weights, text)
     check_agreement(weights, placements, args, shapes)
+    if read_values:
+        check_scale_bytes(weights)
     placed = _fuse_parts(weights, placements, text, shapes)
     if text.tie_word_embeddings:
-        placed.pop(f"{PREFIX}lm_head.weight", None)
+        for suffix in _SUFFIXES:
+            placed.pop(f"{PREFIX}lm_head.{suffix}", None)
+    padded = []
     for key in list(placed):
         if key.endswith(".self_attn.kv_b_proj.weight"):
             _split_kv_b(placed, key.removesuffix(".weight"), text)
-        elif key.endswith((".A_log", ".dt_bias")):
-            placed[key] = _per_head(key, placed[key], shapes[key])
+        elif key.endswith((".A_log", ".dt_bias")) and key in shapes:
+            placed[key], rest = _per_head(key, placed[key], shapes[key][0])
+            padded += [(key, rest)] if rest.size else []
         elif key.endswith("_conv.conv.weight"):
             placed[key] = _conv_layout(placed[key])
+    if read_values:
+        _warn_of_padding(padded)
     _dequantize_routers(placed, shapes)
     return placed
+
+
+def dense_shapes(model: nn.Module) -> Shapes:
+    """The shape of each parameter of ``model``, of packed weights as if they were not."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    shapes: Shapes = {key: array.shape for key, array in parameters}
+    for path, module in model.named_modules():
+        if "scales" in module:
+            *rows, columns = shapes[f"{path}.weight"]
+            shapes[f"{path}.weight"] = (*rows, columns * 32 // module.bits)
+    return shapes
 
 
 def quantize_as_stored(model: nn.Module, weights: Weights) -> None:
@@ -56,10 +85,11 @@ def quantize_as_stored(model: nn.Module, weights: Weights) -> None:
     """
 
     def stored(path: str, module: nn.Module) -> bool | dict:
+        weight = weights.get(f"{path}.weight")
         scales = weights.get(f"{path}.scales")
-        if scales is None:
+        if weight is None or scales is None:
             return False
-        weight, inputs = weights[f"{path}.weight"], module["weight"].shape[-1]
+        inputs = module["weight"].shape[-1]
         return StoredFormat.of_tensors(path, weight, scales, inputs).parameters
 
     if any(key.endswith(".scales") for key in weights):
@@ -70,77 +100,97 @@ def _fuse_parts(
     weights: Weights, placements: dict[str, Placement], args: TextArgs, shapes: Shapes
 ) -> Weights:
     """Rename, and join what is stored in parts; incomplete groups keep their names."""
-    placed: Weights = {}
     origin: dict[str, str] = {}
-    groups: dict[str, dict[int, str]] = defaultdict(dict)
+    groups: dict[str, dict[str, Parts]] = defaultdict(lambda: defaultdict(dict))
     for name, placement in placements.items():
         key, part = placement.key, placement.part
-        twin = origin.get(key) if part is None else groups[key].get(part)
-        if twin is not None:
-            raise CheckpointError(
-                f"{twin} and {name} are the same tensor of the model; the folder mixes "
-                "shards of two checkpoints. Remove the left-over shards."
-            )
         if part is None:
-            placed[key], origin[key] = weights[name], name
+            twin, origin[key] = origin.get(key), name
         else:
-            groups[key][part] = name
+            base, _, suffix = key.rpartition(".")
+            parts = groups[base][suffix]
+            twin, parts[part] = parts.get(part), name
+        if twin is not None:
+            raise _same_tensor(twin, name)
 
-    for key, names in groups.items():
-        if key in placed:
-            raise CheckpointError(
-                f"{origin[key]} and {next(iter(names.values()))} are the same tensor of "
-                "the model; the folder mixes shards of two checkpoints."
-            )
-        if len(names) < parts_of(key, args):
-            placed |= {name: weights[name] for name in names.values()}
-            continue
-        parts = [weights[names[i]] for i in range(len(names))]
-        if ".switch_mlp." in key:
-            placed[key] = _stack_experts(key, parts)
-        elif len({(part.dtype, part.shape[1:]) for part in parts}) == 1:
-            placed[key] = mx.concatenate([_conv_layout(p) for p in parts], axis=0)
-        else:
-            base = key.rpartition(".")[0]
-            placed[f"{base}.weight"] = _concatenate_dense(base, groups, weights, shapes)
-    return _without_half_fused(placed)
-
-
-def _without_half_fused(placed: Weights) -> Weights:
-    """Drop scales and biases of a fused projection that had to be made dense."""
-    for key in [k for k in placed if k.endswith("qkv_proj.weight")]:
-        if placed[key].dtype != mx.uint32:
-            base = key.removesuffix(".weight")
-            placed.pop(f"{base}.scales", None)
-            placed.pop(f"{base}.biases", None)
+    placed = {key: weights[name] for key, name in origin.items()}
+    for base, suffixes in groups.items():
+        for suffix, parts in suffixes.items():
+            if (key := f"{base}.{suffix}") in origin:
+                raise _same_tensor(origin[key], next(iter(parts.values())))
+        placed |= _fuse(base, suffixes, weights, args, shapes)
     return placed
 
 
-def _stack_experts(key: str, parts: list[mx.array]) -> mx.array:
-    """(E, out, …): packed bytes become MLX's 32-bit words, the bits unchanged."""
-    stacked = mx.stack(parts)
-    if key.endswith(".weight") and stacked.dtype == mx.uint8:
-        stacked = stacked.view(mx.uint32)
-    return stacked
+def _same_tensor(one: str, other: str) -> CheckpointError:
+    return CheckpointError(
+        f"{one} and {other} are the same tensor of the model; the folder mixes shards of "
+        "two checkpoints. Remove the left-over shards."
+    )
 
 
-def _concatenate_dense(
-    base: str, groups: dict[str, dict[int, str]], weights: Weights, shapes: Shapes
-) -> mx.array:
-    """Query, key and value rows as one dense weight, when their widths differ."""
+def _fuse(
+    base: str,
+    suffixes: dict[str, Parts],
+    weights: Weights,
+    args: TextArgs,
+    shapes: Shapes,
+) -> Weights:
+    """The module ``base`` from its parts; the parts as they are if some are missing."""
+    total = parts_of(base, args)
+    tensors = {
+        suffix: {part: weights[name] for part, name in parts.items()}
+        for suffix, parts in suffixes.items()
+    }
+    stored = tensors.get("weight", {})
+    scales, biases = tensors.get("scales", {}), tensors.get("biases", {})
+    packed = {part for part, tensor in stored.items() if tensor.dtype in _PACKED}
+    if len(stored) < total or not packed == set(scales) >= set(biases):
+        named = (name for parts in suffixes.values() for name in parts.values())
+        return {name: weights[name] for name in named}
+    ordered = range(total)
+    kinds = {
+        tuple(_kind(tensors[suffix].get(part)) for suffix in tensors)
+        for part in ordered
+    }
+    if ".switch_mlp." in base:
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"{base}: its {total} experts are stored in {len(kinds)} different "
+                "formats; one bank has one format."
+            )
+        stacked = {
+            suffix: mx.stack([parts[part] for part in ordered])
+            for suffix, parts in tensors.items()
+        }
+        words = stacked["weight"]
+        if words.dtype == mx.uint8:  # the source's bytes: the same bits as 32-bit words
+            stacked["weight"] = words.view(mx.uint32)
+        return {f"{base}.{suffix}": tensor for suffix, tensor in stacked.items()}
+    if len(kinds) == 1:
+        return {
+            f"{base}.{suffix}": mx.concatenate(
+                [_conv_layout(parts[part]) for part in ordered]
+            )
+            for suffix, parts in tensors.items()
+        }
+    # Rows of different widths have no common packing: the projection becomes dense.
+    inputs = shapes[f"{base}.weight"][-1]
     rows = []
-    for part in range(3):
-        weight, scales, biases = (
-            weights.get(groups[f"{base}.{suffix}"].get(part, ""))
-            for suffix in QUANTIZED_SUFFIXES
-        )
-        assert weight is not None
-        if scales is not None:
-            inputs = shapes[f"{base}.weight"][-1]
-            stored = StoredFormat.of_tensors(base, weight, scales, inputs)
-            weight = stored.dequantize(weight, scales, biases).astype(mx.bfloat16)
+    for part in ordered:
+        weight = _conv_layout(stored[part])
+        if part in packed:
+            packing = StoredFormat.of_tensors(base, weight, scales[part], inputs)
+            weight = packing.densify(weight, scales[part], biases.get(part))
         rows.append(weight)
-    return mx.concatenate(rows, axis=0)
+    return {f"{base}.weight": mx.concatenate(rows)}
+
+
+def _kind(tensor: mx.array | None) -> tuple | None:
+    """Dtype and row length: what tensors must share to be joined."""
+    if tensor is None:
+        return None
+    return tensor.dtype, _conv_layout(tensor).shape[1:]
 
 
 def _split_kv_b(placed: Weights, base: str, args: TextArgs) -> None:
@@ -149,45 +199,55 @@ def _split_kv_b(placed: Weights, base: str, args: TextArgs) -> None:
     The value half keeps its rows and so its packing. The key half is transposed, which
     no packing survives: it becomes dense.
     """
-    weight = placed.pop(f"{base}.weight")
-    scales = placed.pop(f"{base}.scales", None)
-    biases = placed.pop(f"{base}.biases", None)
+    weight, scales = placed[f"{base}.weight"], placed.get(f"{base}.scales")
+    if weight.dtype in _PACKED and scales is None:
+        return  # the scales may come with other shards
+    biases = placed.get(f"{base}.biases")
+    for suffix in _SUFFIXES:
+        placed.pop(f"{base}.{suffix}", None)
     attention = base.removesuffix(".kv_b_proj")
     heads, nope = args.num_attention_heads, args.qk_nope_head_dim
 
     def by_head(tensor: mx.array) -> mx.array:
         return tensor.reshape(heads, nope + args.v_head_dim, -1)
 
-    stored = {"weight": weight, "scales": scales, "biases": biases}
-    for suffix, tensor in stored.items():
+    for suffix, tensor in zip(_SUFFIXES, (weight, scales, biases), strict=True):
         if tensor is not None:
             values = mx.contiguous(by_head(tensor)[:, nope:])
             placed[f"{attention}.unembed_out.{suffix}"] = values
     dense = weight
     if scales is not None:
         packing = StoredFormat.of_tensors(base, weight, scales, args.kv_lora_rank)
-        dtype = mx.bfloat16 if biases is None else scales.dtype
-        dense = packing.dequantize(weight, scales, biases).astype(dtype)
+        dense = packing.densify(weight, scales, biases)
     keys = mx.contiguous(by_head(dense)[:, :nope].swapaxes(-1, -2))
     placed[f"{attention}.embed_q.weight"] = keys
 
 
-def _per_head(key: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """``tensor`` flat, cut to ``shape``; the release pads ``A_log`` with zeros."""
+def _per_head(key: str, tensor: mx.array, wanted: int) -> tuple[mx.array, mx.array]:
+    """``tensor`` flat and cut to ``wanted`` values, and the rest.
+
+    The release pads ``A_log`` with zeros; nothing else may be longer.
+    """
     tensor = tensor.reshape(-1)
-    wanted = shape[0]
     if tensor.size < wanted or (tensor.size > wanted and not key.endswith(".A_log")):
         raise CheckpointError(
             f"{key} has {tensor.size} values, but the config asks for {wanted}; "
             "linear_attn_config and the shards are of different models."
         )
-    if tensor.size > wanted and mx.any(tensor[wanted:] != 0).item():
+    return tensor[:wanted], tensor[wanted:]
+
+
+def _warn_of_padding(padded: list[tuple[str, mx.array]]) -> None:
+    """One warning if ``A_log`` is padded with anything but zeros."""
+    found = [(key, rest) for key, rest in padded if mx.any(rest != 0).item()]
+    if found:
+        key, rest = found[0]
+        others = f" (as in {len(found) - 1} more layers)" if len(found) > 1 else ""
         warnings.warn(
-            f"{key} holds {tensor.size} values for {wanted} heads and the rest is not "
-            "zero; the first ones are used, the rest is ignored.",
-            stacklevel=2,
+            f"{key} holds {rest.size} values more than there are heads, and they are not "
+            f"zero{others}; the first ones are used, the rest is ignored.",
+            stacklevel=4,
         )
-    return tensor[:wanted]
 
 
 def _conv_layout(weight: mx.array) -> mx.array:
@@ -199,19 +259,20 @@ def _conv_layout(weight: mx.array) -> mx.array:
 
 def _dequantize_routers(placed: Weights, shapes: Shapes) -> None:
     """Make quantised router weights float32 again, with one warning for all."""
-    found = [k for k in placed if k.endswith(".mlp.gate.scales")]
-    for key in found:
+    found = []
+    for key in [k for k in placed if k.endswith(".mlp.gate.scales")]:
         base = key.removesuffix(".scales")
-        weight, scales = placed[f"{base}.weight"], placed.pop(key)
-        biases = placed.pop(f"{base}.biases", None)
-        inputs = shapes[f"{base}.weight"][-1]
-        stored = StoredFormat.of_tensors(base, weight, scales, inputs)
+        weight, inputs = placed.get(f"{base}.weight"), shapes.get(f"{base}.weight")
+        if weight is None or inputs is None:
+            continue
+        scales, biases = placed.pop(key), placed.pop(f"{base}.biases", None)
+        stored = StoredFormat.of_tensors(base, weight, scales, inputs[-1])
         placed[f"{base}.weight"] = stored.dequantize(weight, scales, biases)
+        found.append(layer_of(key) or 0)
     if found:
-        layers = sorted(layer_of(key) or 0 for key in found)
         warnings.warn(
             f"this build stores the router of {len(found)} layers (first: layer "
-            f"{layers[0]}) quantised; it is computed in float32 from the rounded weights, "
+            f"{min(found)}) quantised; it is computed in float32 from the rounded weights, "
             "which choose other experts than the release for some tokens.",
-            stacklevel=2,
+            stacklevel=4,
         )

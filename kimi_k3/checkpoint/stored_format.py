@@ -10,6 +10,10 @@ from ..errors import CheckpointError
 #: (bits, group size) of the modes whose scales are bytes.
 _BYTE_SCALE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
+#: Widths and group sizes of the affine mode.
+_AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
+_AFFINE_GROUPS = (32, 64, 128)
+
 
 @dataclass(frozen=True)
 class StoredFormat:
@@ -36,21 +40,22 @@ class StoredFormat:
         Raises CheckpointError when the shapes fit no format.
         """
         columns, groups = weight.shape[-1], scales.shape[-1]
+        if weight.dtype == mx.uint8:  # the source keeps words as bytes
+            columns //= 4
         bits = columns * 32 // inputs
-        if bits == 0 or columns * 32 != bits * inputs or inputs % groups:
+        group_size = inputs // groups if groups else 0
+        affine = scales.dtype != mx.uint8
+        if affine:
+            fits = bits in _AFFINE_BITS and group_size in _AFFINE_GROUPS
+        else:
+            fits = (bits, group_size) in _BYTE_SCALE_MODES
+        if not fits or columns * 32 != bits * inputs or inputs != groups * group_size:
             raise CheckpointError(
-                f"{name}: {columns} packed columns and {groups} scales a row do not fit "
+                f"{name}: {columns} packed columns and {groups} "
+                f"{'' if affine else 'byte '}scales a row are no format that MLX has for "
                 f"{inputs} inputs; the shard does not belong to this config.json."
             )
-        group_size = inputs // groups
-        if scales.dtype != mx.uint8:
-            return cls("affine", bits, group_size)
-        mode = _BYTE_SCALE_MODES.get((bits, group_size))
-        if mode is None:
-            raise CheckpointError(
-                f"{name}: {bits}-bit codes with byte scales over groups of {group_size} "
-                "are no format that MLX has."
-            )
+        mode = "affine" if affine else _BYTE_SCALE_MODES[bits, group_size]
         return cls(mode, bits, group_size)
 
     @classmethod
@@ -67,3 +72,13 @@ class StoredFormat:
             return dense.astype(mx.float32)
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return mx.dequantize(weight, scales, biases, **self.parameters)
+
+    def densify(
+        self, weight: mx.array, scales: mx.array, biases: mx.array | None
+    ) -> mx.array:
+        """The dense weight in the dtype its layer computes in: that of affine scales.
+
+        Formats with byte scales become bfloat16, which holds their values exactly.
+        """
+        dtype = mx.bfloat16 if biases is None else scales.dtype
+        return self.dequantize(weight, scales, biases).astype(dtype)
