@@ -5,11 +5,13 @@ module that defines the model class.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from ..checkpoint.completeness import check_complete
 from ..checkpoint.sanitize import module_weights, quantize_as_stored
 from ..config import ModelArgs
 from ..tokenizer import TOKENIZER_DEFAULTS, register_tokenizer
@@ -86,6 +88,23 @@ class Model(nn.Module):
         if self.args.quantization is None:
             quantize_as_stored(self, renamed)
         return renamed
+
+    def load_weights(
+        self,
+        file_or_weights: str | list[tuple[str, mx.array]],
+        strict: bool = True,
+    ) -> nn.Module:
+        """As every MLX module; missing tensors are named by layer, experts by number."""
+        if strict and not isinstance(file_or_weights, str):
+            parameters = cast(
+                list[tuple[str, mx.array]], tree_flatten(self.parameters())
+            )
+            check_complete(
+                {name: array.shape for name, array in file_or_weights},
+                {name: array.shape for name, array in parameters},
+                self.args.text_config,
+            )
+        return super().load_weights(file_or_weights, strict)
 
     @property
     def cast_predicate(self) -> Callable[[str], bool]:
