@@ -58,7 +58,12 @@ def write_dense_tokenizer(folder: Path, merges: int = 200) -> None:
             for pair in zip(tokens, tokens[1:], strict=False)
         )
         known = set(tokens)
-        merged = next(a + b for (a, b), _ in pairs.most_common() if a + b not in known)
+        merged = next(
+            a + b
+            for (a, b), _ in pairs.most_common()
+            # No rank spells a control name.
+            if a + b not in known and b"|>" not in a + b
+        )
         tokens.append(merged)
         sequences = [_merge(sequence, merged) for sequence in sequences]
     lines = [b"%s %d" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]

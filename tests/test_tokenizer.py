@@ -1,5 +1,6 @@
 """Ids and text of the tokenizer, against mlx-vlm's on the same files."""
 
+import base64
 import copy
 import pickle
 import time
@@ -137,6 +138,26 @@ def test_text_that_spells_a_control_name_is_text(tk):
             tk.convert_tokens_to_ids(name)
         ]
     assert max(tk("a<|open|>", add_special_tokens=False)["input_ids"]) < 320
+
+
+def test_a_rank_may_spell_a_control_name(tmp_path):
+    """The name means the control id, and text that spells it is text."""
+    folder = tmp_path / "model"
+    write_tokenizer(folder, vocab_size=512)
+    spelled = [b"<|open|>"[:end] for end in range(2, 9)]
+    with (folder / "tiktoken.model").open("ab") as file:
+        for rank, token in enumerate(spelled, start=256):
+            file.write(b"%s %d\n" % (base64.b64encode(token), rank))
+    config = (folder / "tokenizer_config.json").read_text()
+    for token_id in range(511, 255, -1):
+        config = config.replace(f'"{token_id}":', f'"{token_id + 7}":')
+    (folder / "tokenizer_config.json").write_text(config)
+    tokenizer = TikTokenTokenizer.from_pretrained(folder)
+    assert max(tokenizer.encode("<|open|>")) < 263
+    assert tokenizer.convert_tokens_to_ids("<|open|>") == 266
+    assert tokenizer.encode("<|open|>think<|sep|>")[0] == 266
+    assert tokenizer.decode([262, 266]) == "<|open|><|open|>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}])[0] == 266
 
 
 def test_markers_that_mlx_lm_asks_for(tk):

@@ -1,0 +1,132 @@
+"""Conversations that cannot be rendered are refused by message and reason."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversations import assistant, call, system, tool, user
+from tokenizer_folders import load_tk
+
+from kimi_k3.errors import ChatError
+from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
+
+MESSAGES: dict[str, tuple[Any, str]] = {
+    "no list": ("hi", "a conversation is a list of messages, not str"),
+    "nothing": (None, "a conversation is a list of messages, not nothing"),
+    "empty": ([], "the conversation is empty"),
+    "no dictionary": ([user("a"), "b"], "message 1 is str; a message is a dictionary"),
+    "no role": ([{"content": "a"}], "message 0 has role None; Kimi K3 knows system"),
+    "odd role": ([{"role": "function"}], "message 0 has role 'function'"),
+    "unhashable role": ([{"role": ["user"]}], r"message 0 has role \['user'\]"),
+    "content is a number": ([user(3)], "message 0 has content of type int"),
+    "part is text": ([user(["a"])], "message 0, part 0 is str"),
+    "image": (
+        [user("a"), user([{"type": "text", "text": "a"}, {"type": "image_url"}])],
+        "message 1, part 1 has type 'image_url'; only 'text' parts are rendered",
+    ),
+    "part without text": (
+        [user([{"type": "text"}])],
+        "part 0 has no string under 'text'",
+    ),
+    "name is a number": ([user("a", name=3)], "message 0 has name of type int"),
+    "reasoning is a list": (
+        [assistant("a", reasoning_content=["b"])],
+        "message 0 has reasoning_content of type list",
+    ),
+    "nameless call": (
+        [user("a"), assistant("", tool_calls=[call("f", {}), {"id": "x"}])],
+        "message 1, call 1 names no function",
+    ),
+    "arguments are a list": (
+        [assistant("", tool_calls=[call("f", "[1]")])],
+        r"message 0, call 0 \(f\) has arguments of type list; pass a JSON object",
+    ),
+    "argument is no JSON": (
+        [assistant("", tool_calls=[call("f", {"a": {1, 2}})])],
+        "message 0, call 0, argument 'a' cannot be written as JSON: .*set",
+    ),
+    "result of no call": (
+        [user("a"), tool("r", tool_call_id="x")],
+        "message 1 is a tool result that no tool call before it asked for",
+    ),
+    "tools and content": (
+        [system("a", tools=[{"name": "f"}])],
+        "message 0 declares tools and has content",
+    ),
+}
+
+OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "effort": (
+        [user("a")],
+        {"thinking_effort": "medium"},
+        "'medium'; choose low, high, max",
+    ),
+    "choice": ([user("a")], {"tool_choice": {"type": "function"}}, "tool_choice is"),
+    "format": ([user("a")], {"response_format": "xml"}, "response_format is 'xml'"),
+    "no schema": (
+        [user("a")],
+        {"response_format": {"type": "json_schema"}},
+        "'json_schema' but carries no schema",
+    ),
+    "both ends": (
+        [user("a")],
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "exclude each other",
+    ),
+    "continued call": (
+        [user("a"), assistant("", tool_calls=[call("f", {})])],
+        {"continue_final_message": True},
+        "message 1 cannot be continued: it declares or calls tools",
+    ),
+    "continued field": (
+        [assistant("a")],
+        {"continue_final_message": "name"},
+        "message 0 cannot be continued in 'name'",
+    ),
+    "continued thought without thinking": (
+        [assistant("a")],
+        {"continue_final_message": "reasoning_content", "thinking": False},
+        "message 0 cannot be continued in 'reasoning_content'",
+    ),
+    "continued question with notes": (
+        [user("a")],
+        {"continue_final_message": True, "tool_choice": "required"},
+        r"message 0 \(user\) cannot be continued together with tool_choice",
+    ),
+    "template": ([user("a")], {"chat_template": "{{ x }}"}, "has no chat_template"),
+    "documents": ([user("a")], {"documents": [{}]}, "has no documents"),
+    "mask": (
+        [user("a")],
+        {"return_assistant_tokens_mask": True},
+        "has no return_assistant_tokens_mask",
+    ),
+    "tools": ([user("a")], {"tools": [print]}, "tools cannot be written as JSON"),
+}
+
+
+@pytest.fixture(scope="module")
+def tk(tmp_path_factory: pytest.TempPathFactory) -> TikTokenTokenizer:
+    folder: Path = tmp_path_factory.mktemp("tk")
+    return load_tk(folder)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages(tk, name):
+    messages, reason = MESSAGES[name]
+    with pytest.raises(ChatError, match=reason):
+        tk.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(tk, name):
+    messages, options, reason = OPTIONS[name]
+    with pytest.raises(ChatError, match=reason):
+        tk.apply_chat_template(messages, **options)
+
+
+def test_who_renders_our_template_is_told(tk):
+    """As transformers, and other programs, render a template with Jinja."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with pytest.raises(Exception, match=r"call tokenizer\.apply_chat_template"):
+        render_jinja_template([[user("a")]], chat_template=tk.chat_template)
