@@ -12,14 +12,13 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-from .checkpoint.folder import check_folder
 from .errors import KimiK3Error, RegistrationError
 from .registration import SWITCH, check_host, register
 
 HOSTS = ("mlx_lm", "mlx_vlm")
 
-#: Options of the hosts' commands whose value is a checkpoint to read.
-CHECKPOINT_OPTIONS = ("--model", "-m", "--hf-path", "--path", "--draft-model")
+#: Options of the hosts' commands whose value is the checkpoint to read.
+CHECKPOINT_OPTIONS = ("--model", "-m", "--hf-path", "--path")
 
 
 def run_host(module: str, arguments: Sequence[str]) -> object:
@@ -31,6 +30,9 @@ def run_host(module: str, arguments: Sequence[str]) -> object:
     checkpoint folder among the arguments is damaged or wants to run its own code.
     """
     prepare(module)
+    # Imports mlx-lm, which prepare() has just found fit.
+    from .folder_check import check_folder
+
     for folder in checkpoint_folders(arguments):
         check_folder(folder)
     before = sys.argv

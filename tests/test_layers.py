@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     ("cli", "__main__"),
     ("run", "build", "evaluate", "nano", "machine"),
-    ("loading",),
+    ("loading", "folder_check"),
     ("tokenizer", "models"),
     ("checkpoint", "config"),
     ("kernels",),
