@@ -1,6 +1,7 @@
 """Formats that carry a Kimi K3 but belong to another tool: refused by name."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from ..errors import ForeignCheckpointError
@@ -12,6 +13,25 @@ FOREIGN_MODEL_TYPES = {
     "kimi_k3_offload": "the expert-offload runtime that wrote the store",
 }
 
+#: Folders beside the shards in which expert-offload runtimes keep experts.
+EXPERT_STORES = ("experts", "expert_store", "offload")
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise ForeignCheckpointError for a folder whose weights are GGUF."""
+    gguf = sorted(folder.glob("*.gguf"))
+    if gguf and not any(folder.glob("*.safetensors")):
+        raise ForeignCheckpointError(
+            f"{folder} holds {gguf[0].name}: GGUF is the format of llama.cpp; run it "
+            "there, or start from the original release or an MLX build."
+        )
+
+
+def expert_store(folder: Path) -> Path | None:
+    """The subfolder in which another runtime may keep the experts, if there is one."""
+    found = (folder / name for name in EXPERT_STORES)
+    return next((path for path in found if path.is_dir() and any(path.iterdir())), None)
+
 
 def refuse_foreign_config(config: dict[str, Any]) -> None:
     """Raise ForeignCheckpointError if ``config`` belongs to another tool."""
@@ -22,7 +42,9 @@ def refuse_foreign_config(config: dict[str, Any]) -> None:
             f"{FOREIGN_MODEL_TYPES[model_type]}. Start from the original release or from "
             "an MLX build with model_type 'kimi_k3'."
         )
-    quantization = config.get("quantization") or {}
+    quantization = config.get("quantization")
+    if not isinstance(quantization, dict):
+        quantization = {}
     for key in ("rotation", "codebook", "fuse_rotations"):
         if quantization.get(key):
             raise ForeignCheckpointError(
