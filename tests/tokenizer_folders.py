@@ -8,10 +8,18 @@ from typing import Any
 from kimi_k3.nano.tokenizer_files import TokenIds, write_tokenizer
 from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
 
-#: A tokenizer module as checkpoints bring it; running it leaves a mark beside it.
-TRAP = """
+#: Modules as checkpoints bring them; running one leaves a mark.
+TRAPS = {
+    "configuration_kimi.py": """
 from pathlib import Path
-Path(__file__).with_name("executed").touch()
+Path({mark!r}).touch()
+from transformers import PreTrainedConfig
+
+class KimiConfig(PreTrainedConfig):
+    model_type = {model_type!r}
+""",
+    "tokenization_kimi.py": """
+from pathlib import Path
 Path({mark!r}).touch()
 from transformers import PreTrainedTokenizer
 
@@ -21,7 +29,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     def _convert_token_to_id(self, token): return 0
     def _convert_id_to_token(self, index): return "remote"
     def _tokenize(self, text, **kwargs): return ["remote"]
-"""
+""",
+}
 
 
 def write_tk(
@@ -48,8 +57,13 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     write_json(path, value)
 
 
-def set_trap(folder: Path) -> Path:
-    """Put a module of the checkpoint in ``folder``; the file that running it makes."""
+def set_traps(folder: Path) -> Path:
+    """Let ``folder`` bring code for config and tokenizer; the file that running makes."""
     mark = folder.parent / f"{folder.name}-executed"
-    (folder / "tokenization_kimi.py").write_text(TRAP.format(mark=str(mark)))
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    for name, code in TRAPS.items():
+        code = code.format(mark=str(mark), model_type=model_type)
+        (folder / name).write_text(code)
+    brought = {"AutoConfig": "configuration_kimi.KimiConfig"}
+    edit_json(folder / "config.json", lambda config: config.update(auto_map=brought))
     return mark
