@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import zip_longest
-from pathlib import Path
 
 from .errors import KimiK3Error, RegistrationError
 from .registration import SWITCH, check_host, register
@@ -27,14 +26,19 @@ def run_host(module: str, arguments: Sequence[str]) -> object:
     Returns what the command hands to ``sys.exit`` (None: all went well); a SystemExit
     of its own passes through. Raises :class:`~kimi_k3.errors.KimiK3Error` before
     anything runs if the module is not a host's, our class cannot be registered, or a
-    checkpoint folder among the arguments is damaged or wants to run its own code.
+    checkpoint among the arguments is not there, damaged or wants to run its own code.
+    A hub repository is downloaded first, as the command itself would.
     """
     prepare(module)
     # Imports mlx-lm, which prepare() has just found fit.
     from .folder_check import check_folder
+    from .loading import find_folder
+    from .tokenizer.files import check_tokenizer_folder
 
-    for folder in checkpoint_folders(arguments):
+    for checkpoint in named_checkpoints(arguments):
+        folder = find_folder(checkpoint)
         check_folder(folder)
+        check_tokenizer_folder(folder)
     before = sys.argv
     sys.argv = [module, *arguments]
     try:
@@ -79,19 +83,20 @@ def _find_module(module: str) -> object:
         raise
 
 
-def checkpoint_folders(arguments: Sequence[str]) -> list[Path]:
-    """The folders that ``arguments`` name as checkpoints to read, in order.
+def named_checkpoints(arguments: Sequence[str]) -> list[str]:
+    """What ``arguments`` name as checkpoints to read: folders or hub repositories.
 
     Knows ``--model X``, ``--model=X`` and the short forms that argparse accepts.
     """
-    folders = []
+    named = []
     for option, following in zip_longest(arguments, arguments[1:]):
         name, equals, value = option.partition("=")
         if not equals:
             value = following
-        if value and _reads_checkpoint(name) and Path(value).is_dir():
-            folders.append(Path(value))
-    return folders
+        # For some commands -m is a number of tokens.
+        if value and _reads_checkpoint(name) and not (name == "-m" and value.isdigit()):
+            named.append(value)
+    return named
 
 
 def _reads_checkpoint(option: str) -> bool:

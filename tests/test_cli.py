@@ -1,16 +1,19 @@
 """The command ``kimi-k3``: its help, its errors, and the second door ``run``."""
 
+import json
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from fresh_python import run_command, run_python
+from tiny_k3 import write_t2
 
 from kimi_k3 import __version__, cli, folder_check
 from kimi_k3.cli import VERBS, main
 from kimi_k3.errors import CheckpointError, KimiK3Error, RegistrationError
-from kimi_k3.run import checkpoint_folders, run_host
+from kimi_k3.run import named_checkpoints, run_host
+from kimi_k3.tokenizer import files
 
 
 @pytest.fixture
@@ -37,6 +40,7 @@ def probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders that were looked through; none is found wanting."""
     folders: list[Path] = []
+    monkeypatch.setattr(files, "check_tokenizer_folder", lambda folder: None)
     monkeypatch.setattr(folder_check, "check_folder", folders.append)
     return folders
 
@@ -176,23 +180,50 @@ def test_run_takes_modules_of_the_hosts_only(module: str):
         (["--mod", "A"], ["A"]),
         (["--draft-model=B", "--model", "A"], ["A"]),  # a draft may be any model
         (["--path", "A"], ["A"]),
-        (["--model", "organisation/name"], []),
         (["--prompt", "A"], []),
         (["--model"], []),
         (["A", "--max-tokens", "20"], []),
         ([], []),
     ],
 )
-def test_folders_among_the_arguments(
-    arguments: list[str],
-    found: list[str],
+def test_checkpoints_among_the_arguments(arguments: list[str], found: list[str]):
+    assert named_checkpoints(arguments) == found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ({"config.json": {"model_file": "model.py"}}, "Code of checkpoints is never"),
+        ({"tokenizer_config.json": {"tokenizer_class": "Evil"}}, "Evil"),
+        ({"config.json": {"model_type": "kimi_k3_uvmax"}}, "kimi_k3_uvmax"),
+        ({"config.json": {"model_type": "qwen2"}}, "not a Kimi K3"),
+    ],
+)
+def test_what_run_refuses(
+    spoil: dict[str, dict[str, str]],
+    message: str,
+    probe: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    for name in "AB":
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert checkpoint_folders(arguments) == [Path(name) for name in found]
+    build = write_t2(tmp_path / "build", tokenizer=True)
+    (build / "model.py").write_text("raise SystemExit('executed')")
+    assert main(["run", probe, f"--model={build}", "end"]) is None
+    assert capsys.readouterr().out.startswith("__main__")
+    for name, changes in spoil.items():
+        file = build / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert main(["run", probe, f"--model={build}", "end"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+def test_run_of_a_folder_that_is_not_there(
+    probe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["run", probe, "--model", str(tmp_path / "none"), "end"]) == 2
+    assert "none is not there" in capsys.readouterr().err
 
 
 def test_stock_command_through_the_door():
