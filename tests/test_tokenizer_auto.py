@@ -51,7 +51,7 @@ def trapped(folder: Path, model_type: str = "kimi_k3") -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def k3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Outcomes of every kind of K3 folder, then of a Kimi-K2 folder, in one process."""
+    """Outcomes of all kinds of K3 folder, then of K3 and Kimi-K2 in turn; one process."""
     scratch = tmp_path_factory.mktemp("k3")
     cases = {}
     for name, trust in TRUST.items():
@@ -63,10 +63,10 @@ def k3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             elif kind == "absent":
                 edit_json(config, lambda c: c.pop("tokenizer_class"))
             cases[kind, name] = (folder, trust, mark)
-    last, _ = trapped(scratch / "right-last")
-    cases["right", "last"] = (last, None, last)
-    kimi_k2 = {name: trapped(scratch / f"k2-{name}", "kimi_k2") for name in TRUST}
-    cases |= {("k2", n): (folder, TRUST[n], m) for n, (folder, m) in kimi_k2.items()}
+    for name, trust in TRUST.items():
+        for key, model_type in (("again", "kimi_k3"), ("k2", "kimi_k2")):
+            folder, mark = trapped(scratch / f"{key}-{name}", model_type)
+            cases[key, name] = (folder, trust, mark)
     outcomes = load_all([case[:2] for case in cases.values()], scratch)
     return {
         key: (outcome, mark.exists())
