@@ -23,6 +23,7 @@ PARAMETRISED = (
     ("golden", "golden", "golden_text.safetensors"),
     ("padded_golden", "golden", "golden_leftpad.safetensors"),
     ("build", "formats", "expected_logits.safetensors"),
+    ("broken", "formats/broken", "config.json"),
 )
 
 
@@ -57,6 +58,12 @@ def padded_golden(request: pytest.FixtureRequest) -> Case:
 def build(request: pytest.FixtureRequest) -> Case:
     """A build of the wild with the logits expected of it."""
     return Case(request.param)
+
+
+@pytest.fixture(scope="session")
+def broken(request: pytest.FixtureRequest) -> Path:
+    """The folder of a build that must be refused."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

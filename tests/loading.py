@@ -11,6 +11,9 @@ from mlx_lm.utils import load_model
 
 import kimi_k3
 
+# Our class also where this Python ignores the start-up file of the installation.
+kimi_k3.register()
+
 Note = Callable[[tuple, Any], None]
 
 #: What the one warning about a router that is stored quantised says.
@@ -22,7 +25,6 @@ def load_stored(folder: Path) -> Any:
 
     The one warning that a build may give is the one about its quantised router.
     """
-    kimi_k3.register()  # also where this Python ignores start-up files
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, _ = load_model(folder)

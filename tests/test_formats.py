@@ -1,5 +1,6 @@
 """Every build of the wild through mlx-lm's loader: its logits and its tensors."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,10 @@ from expected_parameters import expected_parameters
 from golden_data import Case
 from loading import load_float32, load_stored
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from kimi_k3.errors import KimiK3Error
+from kimi_k3.folder_check import check_folder
 
 LOGITS = 3e-4
 
@@ -93,3 +98,31 @@ def test_logits_notice_swapped_experts(build: Case) -> None:
     moe.e_score_correction_bias = swap_rows(moe.e_score_correction_bias, 0, last)
     got = model(expected["input_ids"])
     assert relative_error(got, expected["logits"]) > 10 * LOGITS
+
+
+#: What names the fault of each broken build.
+FAULTS = {
+    "bank-lo-missing": r"layer 3: expert_bank_split is 6 of 7 .*bank_lo",
+    "expert-counts": r"layer 2: .*expert_counts says 15 .* 14 ",
+    "missing-shard": r"model-00005-of-00010\.safetensors .*56 tensors, layer 3",
+    "truncated-shard": r"model-00007-of-00010\.safetensors is 158418 bytes .*159442",
+    "turboquant-marker": r"turboquant build \(quantization\.rotation",
+}
+
+#: What is said where mlx-lm reads the shards before it asks our class.
+AT_LOAD = FAULTS | {
+    "missing-shard": r"layer 3: 29 tensors are missing",
+    "truncated-shard": r"incomplete download",
+}
+
+
+def test_a_broken_build_is_refused_by_the_folder_check(broken: Path) -> None:
+    with pytest.raises(KimiK3Error, match=FAULTS[broken.name]):
+        check_folder(broken)
+
+
+@pytest.mark.filterwarnings("ignore:this build stores the router")
+def test_a_broken_build_is_refused_at_load(broken: Path) -> None:
+    kind = RuntimeError if broken.name == "truncated-shard" else KimiK3Error
+    with pytest.raises(kind, match=AT_LOAD[broken.name]):
+        load_model(broken)
