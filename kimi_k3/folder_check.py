@@ -59,8 +59,10 @@ def check_folder(path: str | Path) -> FolderReport:
     if faults:
         raise _first(faults)
     notes = [*folder.notes, *check_tensors(folder), *check_tokenizer(folder.path)]
-    tensors = folder.tensors
-    return FolderReport(folder, len(tensors), folder.data_bytes, tuple(notes))
+    if total_size := folder.total_size_note:
+        notes.append(total_size)
+    count = sum(len(header.tensors) for header in folder.headers.values())
+    return FolderReport(folder, count, folder.data_bytes, tuple(notes))
 
 
 def check_tensors(folder: Folder) -> list[str]:

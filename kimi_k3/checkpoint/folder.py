@@ -13,7 +13,14 @@ from ..config import ModelArgs
 from ..errors import CheckpointError, ConfigError, ForeignCheckpointError, KimiK3Error
 from .foreign import refuse_foreign_config, refuse_foreign_files
 from .headers import ShardHeader, StoredTensor
-from .shard_index import ShardIndex, index_faults, read_index, read_json, read_shards
+from .shard_index import (
+    INDEX,
+    ShardIndex,
+    index_faults,
+    read_index,
+    read_json,
+    read_shards,
+)
 
 CONFIG = "config.json"
 MODEL_TYPE = "kimi_k3"
@@ -45,7 +52,16 @@ class Folder:
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors, headers not counted."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        headers = self.headers.values()
+        return sum(tensor.nbytes for h in headers for tensor in h.tensors.values())
+
+    @property
+    def total_size_note(self) -> str | None:
+        """What to say of an index whose ``total_size`` is not that of its tensors."""
+        said, stored = self.index.total_size, self.data_bytes
+        if said in (None, stored):
+            return None
+        return f"{INDEX} gives a total_size of {said} bytes, but its tensors have {stored}."
 
 
 def read_folder(path: Path) -> tuple[Folder, list[KimiK3Error]]:
@@ -65,7 +81,10 @@ def read_folder(path: Path) -> tuple[Folder, list[KimiK3Error]]:
     index = read_index(path)
     headers, faults = read_shards(path, index)
     faults += index_faults(path, index, headers)
-    notes += _notes(path, index, headers, complete=not faults)
+    notes += [
+        f"{file.name} lies in the folder; it is never executed here."
+        for file in sorted(path.glob("*.py"))
+    ]
     return Folder(path, config, args, index, headers, tuple(notes)), [*faults]
 
 
@@ -108,19 +127,3 @@ def _read_args(config: dict[str, Any]) -> tuple[ModelArgs, list[str]]:
         warnings.simplefilter("always")
         args = ModelArgs.from_dict(config)
     return args, [str(warning.message) for warning in caught]
-
-
-def _notes(
-    path: Path, index: ShardIndex, headers: dict[str, ShardHeader], complete: bool
-) -> list[str]:
-    notes = [
-        f"{file.name} lies in the folder; it is never executed here."
-        for file in sorted(path.glob("*.py"))
-    ]
-    stored = sum(t.nbytes for h in headers.values() for t in h.tensors.values())
-    if complete and index.total_size not in (None, stored):
-        notes.append(
-            f"{index.file and index.file.name} gives a total_size of {index.total_size} "
-            f"bytes, but its tensors have {stored}."
-        )
-    return notes

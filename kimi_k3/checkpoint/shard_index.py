@@ -63,7 +63,10 @@ def read_index(folder: Path) -> ShardIndex:
             f"{path} has no weight_map, which says where each tensor lies. Download it "
             "again."
         )
+    checked: set[str] = set()
     for name, shard in shard_of.items():
+        if isinstance(shard, str) and shard in checked and is_text(name):
+            continue
         named = isinstance(shard, str) and Path(shard).name == shard
         if not named or len(shard) > _LONGEST_NAME or not is_text(name + shard):
             raise CheckpointError(
@@ -71,6 +74,7 @@ def read_index(folder: Path) -> ShardIndex:
                 f"{ascii(shard)[:120]}, which is not the name of a file in the folder. "
                 "Download it again."
             )
+        checked.add(shard)
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return ShardIndex(path, shard_of, total if type(total) is int else None)
@@ -147,9 +151,12 @@ def index_faults(
         if path.name not in named
     ]
     holders = Counter(name for h in headers.values() for name in h.tensors)
+    listed: dict[str, set[str]] = {shard: set() for shard in headers}
+    for name, shard in index.shard_of.items():
+        if shard in listed:
+            listed[shard].add(name)
     for shard, header in headers.items():
-        listed = {name for name, where in index.shard_of.items() if where == shard}
-        faults += _shard_faults(shard, header, listed, index, holders)
+        faults += _shard_faults(shard, header, listed[shard], index, holders)
     return faults
 
 

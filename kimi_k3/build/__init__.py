@@ -1,0 +1,1 @@
+"""Makes builds of Kimi K3 and verifies them."""
