@@ -10,13 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from . import __version__
 from .errors import KimiK3Error
-
-if TYPE_CHECKING:
-    from .machine.doctor import Report
 
 EPILOG = """\
 examples:
@@ -102,35 +98,33 @@ def _doctor(options: argparse.Namespace) -> int:
     from .machine.doctor import diagnose
 
     report = diagnose()
-    if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        print(_report_text(report))
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report.text())
     return 0 if report.healthy else 1
 
 
-def _report_text(report: "Report") -> str:
-    lines = [f"{name:14}{found or '-'}" for name, found in report.versions.items()]
-    lines.append("")
-    for answer in report.hosts:
-        owner = {True: "our class", False: "its own class", None: "no class"}
-        lines.append(f"{answer.host:14}{owner[answer.ours]}: {answer.reason}")
-        if answer.file:
-            lines.append(f"{'':14}{answer.file}")
-    if machine := report.machine:
-        lines += ["", f"{'system':14}{machine.system} {machine.system_version}"]
-        lines.append(f"{'device':14}{machine.device}")
-        lines.append(f"{'memory':14}{machine.memory / 2**30:.1f} GiB")
-        if machine.gpu_memory:
-            lines.append(f"{'for the GPU':14}{machine.gpu_memory / 2**30:.1f} GiB")
-        if machine.wired_limit_mb is not None:
-            limit = machine.wired_limit_mb or "0 (system default)"
-            lines.append(f"{'wired limit':14}{limit}")
-    for finding in report.findings:
-        kind = "problem" if finding.stops else "note"
-        lines += ["", f"{kind}: {finding.what}", f"  {finding.remedy}"]
-    verdict = "K3 runs here." if report.healthy else "K3 does not run here."
-    return "\n".join([*lines, "", verdict])
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("build", help="a checkpoint folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .build.verify import verify_build
+
+    report = verify_build(options.build, progress=_progress_line("read"))
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report.text())
+    return 0 if report.passed else 1
+
+
+def _progress_line(what: str) -> Callable[[int, int], None] | None:
+    """Rewrites one line on a terminal with the share that is done; else nothing."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done >= total else ""
+        print(f"\r{what} {done / total:.0%}", end=end, file=sys.stderr, flush=True)
+
+    return show
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +145,13 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 VERBS = {
+    "verify": Verb(
+        "look a build through: shards, index, tensors, values, files beside them",
+        "  kimi-k3 verify ./Kimi-K3-build\n  kimi-k3 verify ./Kimi-K3-build --json\n\n"
+        "Reads every float tensor. Exit code 1 if the build has a fault.\n",
+        _verify_arguments,
+        _verify,
+    ),
     "demo": Verb(
         "make a small random K3 and let the stock command generate with it",
         "  kimi-k3 demo\n  kimi-k3 demo --cache-dir /tmp/k3\n\n"
@@ -166,6 +167,14 @@ VERBS = {
         "named before it is read. The exit code is the command's.\n",
         _run_arguments,
         _run,
+    ),
+    "verify": Verb(
+        "look a checkpoint folder through: whole, consistent, numbers sane",
+        "  kimi-k3 verify ./build\n  kimi-k3 verify ./build --json\n\n"
+        "Reads headers, float tensors and scales; packed codes are not read. Every fault\n"
+        "is listed. Exit code 1 if there is one.\n",
+        _verify_arguments,
+        _verify,
     ),
     "doctor": Verb(
         "show versions, whose K3 class answers and why, the machine, and what to mend",

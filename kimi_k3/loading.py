@@ -45,8 +45,8 @@ def load(
     import mlx_lm
 
     folder = find_folder(path_or_hub_id, revision)
-    check_tokenizer_folder(folder)
     check_folder(folder)
+    check_tokenizer_folder(folder)
     options = {**(tokenizer_config or {}), "trust_remote_code": False}
     model, tokenizer, *_ = mlx_lm.load(
         str(folder),
