@@ -145,16 +145,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 VERBS = {
-    "verify": Verb(
-        "look a build through: shards, index, tensors, values, files beside them",
-        "  kimi-k3 verify ./Kimi-K3-build\n  kimi-k3 verify ./Kimi-K3-build --json\n\n"
-        "Reads every float tensor. Exit code 1 if the build has a fault.\n",
-        _verify_arguments,
-        _verify,
-    ),
     "demo": Verb(
         "make a small random K3 and let the stock command generate with it",
-        "  kimi-k3 demo\n  kimi-k3 demo --cache-dir /tmp/k3\n\n"
+        "  kimi-k3 demo\n  kimi-k3 demo --cache-dir ./small-k3\n\n"
         "Exit code 1 if a step did not go as it should.\n",
         _demo_arguments,
         _demo,

@@ -250,3 +250,43 @@ def test_doctor_prints_and_exits(
     monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Report({}, (), None, ()))
     assert main(["doctor", "--json"]) == 0
     assert '"healthy": true' in capsys.readouterr().out
+
+
+def test_verify_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    build = write_t2(tmp_path / "build", tokenizer=True)
+    assert main(["verify", str(build)]) == 0
+    assert "This build is whole." in capsys.readouterr().out
+    shard = next(build.glob("model*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert main(["verify", str(build), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["passed"]
+    assert any(shard.name in finding["what"] for finding in report["findings"])
+
+
+def test_progress_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert cli._progress_line("read") is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    show = cli._progress_line("read")
+    assert show is not None
+    show(1, 4)
+    show(4, 4)
+    assert capsys.readouterr().err == "\rread 25%\rread 100%\n"
+
+
+def test_demo_fails_with_its_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from kimi_k3.nano import demo
+
+    def run_demo(folder: object, **options: object) -> demo.DemoReport:
+        asked.append(folder)
+        return demo.DemoReport((), (), (), problems, 0.0)
+
+    asked: list[object] = []
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    problems = ()
+    assert main(["demo", "--cache-dir", str(tmp_path)]) == 0
+    problems = ("no text",)
+    assert main(["demo"]) == 1
+    assert asked[0] == str(tmp_path)

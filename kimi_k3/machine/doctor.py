@@ -69,6 +69,30 @@ class Report:
         """The report as plain values, for JSON."""
         return {**asdict(self), "healthy": self.healthy}
 
+    def text(self) -> str:
+        """The report for a reader."""
+        lines = [f"{name:14}{found or '-'}" for name, found in self.versions.items()]
+        lines.append("")
+        for answer in self.hosts:
+            owner = {True: "our class", False: "its own class", None: "no class"}
+            lines.append(f"{answer.host:14}{owner[answer.ours]}: {answer.reason}")
+            if answer.file:
+                lines.append(f"{'':14}{answer.file}")
+        if machine := self.machine:
+            lines += ["", f"{'system':14}{machine.system} {machine.system_version}"]
+            lines.append(f"{'device':14}{machine.device}")
+            lines.append(f"{'memory':14}{machine.memory / GIB:.1f} GiB")
+            if machine.gpu_memory:
+                lines.append(f"{'for the GPU':14}{machine.gpu_memory / GIB:.1f} GiB")
+            if machine.wired_limit_mb is not None:
+                limit = machine.wired_limit_mb or "0 (system default)"
+                lines.append(f"{'wired limit':14}{limit}")
+        for finding in self.findings:
+            kind = "problem" if finding.stops else "note"
+            lines += ["", f"{kind}: {finding.what}", f"  {finding.remedy}"]
+        verdict = "K3 runs here." if self.healthy else "K3 does not run here."
+        return "\n".join([*lines, "", verdict])
+
 
 def diagnose() -> Report:
     """Look at this Python and this machine. Imports mlx, mlx-lm and mlx-vlm."""
