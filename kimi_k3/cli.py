@@ -48,6 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> object:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        # A host's command fails in the host's own words.
+        if options.debug or options.verb == "run":
+            raise
+        print(
+            f"error: {type(error).__name__}: {error} (--debug shows where)",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -101,17 +101,28 @@ def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]):
         main(["--debug", "run", "os"])
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch):
-    def interrupted(options: object) -> int:
-        raise KeyboardInterrupt
+def failing_verb(error: BaseException) -> cli.Verb:
+    def fail(options: object) -> int:
+        raise error
 
-    verb = VERBS["doctor"]
-    monkeypatch.setitem(
-        VERBS,
-        "doctor",
-        cli.Verb(verb.summary, verb.examples, verb.add_arguments, interrupted),
+    return cli.Verb("fail", "  kimi-k3 fail\n", lambda parser: None, fail)
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(VERBS, "fail", failing_verb(KeyboardInterrupt()))
+    assert main(["fail"]) == 130
+
+
+def test_tracebacks_are_for_debugging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(VERBS, "fail", failing_verb(OSError("disk full")))
+    assert main(["fail"]) == 2
+    assert (
+        capsys.readouterr().err == "error: OSError: disk full (--debug shows where)\n"
     )
-    assert main(["doctor"]) == 130
+    with pytest.raises(OSError, match="disk full"):
+        main(["--debug", "fail"])
 
 
 def test_run_hands_everything_on(
