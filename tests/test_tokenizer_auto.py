@@ -172,6 +172,17 @@ def test_kimi_k2_after_a_k3_config_alone(tmp_path, monkeypatch, trust):
     assert auto.CLASS_NAME not in REGISTERED_TOKENIZER_CLASSES
 
 
+@pytest.mark.usefixtures("clean_registry")
+def test_no_network_is_asked(tmp_path, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    folder, _ = write_tk(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert type(tokenizer) is TikTokenTokenizer
+
+
 def test_registering_twice_changes_nothing():
     register_tokenizer()
     register_tokenizer()

@@ -1,6 +1,7 @@
 """Text of ids as they arrive: whole characters only, constant work for each id."""
 
 import codecs
+from typing import Any
 
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
@@ -14,30 +15,30 @@ class Utf8Detokenizer(StreamingDetokenizer):
     current line again for each id.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.reset()
 
-    def reset(self):
-        self.tokens = []
+    def reset(self) -> None:
+        self.tokens: list[int] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown: list[str] = []
         self._fresh: list[str] = []
 
-    def add_token(self, token):
+    def add_token(self, token: int) -> None:
         self.tokens.append(token)
         self._fresh.append(self._decoder.decode(self._tokenizer.bytes_of([token])))
 
-    def finalize(self):
+    def finalize(self) -> None:
         self._fresh.append(self._decoder.decode(b"", final=True))
 
     @property
-    def last_segment(self):
+    def last_segment(self) -> str:
         segment = "".join(self._fresh)
         self._shown.append(segment)
         self._fresh = []
         return segment
 
     @property
-    def text(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+    def text(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "".join(self._shown) + "".join(self._fresh)
