@@ -32,8 +32,8 @@ def check_agreement(
     dense shapes of the model's parameters by name.
     """
     text = args.text_config
-    check_expert_counts(weights, placements, text)
     check_banks(placements, text, shapes)
+    check_expert_counts(weights, placements, text)
     check_shapes(weights, placements, text, shapes)
     check_widths(weights, placements, args, shapes)
 

@@ -149,15 +149,17 @@ def _fuse(
         named = (name for parts in suffixes.values() for name in parts.values())
         return {name: weights[name] for name in named}
     ordered = range(total)
-    kinds = {
+    kinds = [
         tuple(_kind(tensors[suffix].get(part)) for suffix in tensors)
         for part in ordered
-    }
+    ]
+    odd = next((part for part in ordered if kinds[part] != kinds[0]), None)
     if ".switch_mlp." in base:
-        if len(kinds) > 1:
+        if odd is not None:
             raise CheckpointError(
-                f"{base}: its {total} experts are stored in {len(kinds)} different "
-                "formats; one bank has one format."
+                f"{suffixes['weight'][odd]} is stored in another format than "
+                f"{suffixes['weight'][0]}; one bank has one format. The folder mixes "
+                "shards of two builds."
             )
         stacked = {
             suffix: mx.stack([parts[part] for part in ordered])
@@ -167,7 +169,7 @@ def _fuse(
         if words.dtype == mx.uint8:  # the source's bytes: the same bits as 32-bit words
             stacked["weight"] = words.view(mx.uint32)
         return {f"{base}.{suffix}": tensor for suffix, tensor in stacked.items()}
-    if len(kinds) == 1:
+    if odd is None:
         return {
             f"{base}.{suffix}": mx.concatenate(
                 [_conv_layout(parts[part]) for part in ordered]

@@ -104,6 +104,11 @@ def _check_packed(
             f"{name} is stored as {tensor.dtype}; packed weights are uint32 words in MLX's "
             "formats."
         )
+    elif suffix != "weight" and tensor.dtype not in (*_FLOATS, mx.uint8):
+        raise CheckpointError(
+            f"{name} is stored as {tensor.dtype}; scales and biases are floating-point "
+            "numbers or, as scales of MXFP4, bytes."
+        )
     elif shape[:-1] != wanted[:-1]:
         raise _misfit(name, shape, (*wanted[:-1], -1))
 
