@@ -8,6 +8,7 @@ knows which test is running even when the process has to be killed.
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Recorder:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.outcomes: dict[str, str] = {}
+        self.with_failed_subtests: set[str] = set()
 
     def write(self, event: str, **values: Any) -> None:
         with self.file.open("a", encoding="utf-8") as stream:
@@ -65,11 +67,15 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One result a phase; the worst of them is the test's, a subtest's is its own."""
         name = short(report.nodeid)
+        outcome, message = report.outcome, last_line(report)
         context = getattr(report, "context", None)
         if context is not None:
+            if outcome == "failed":
+                self.with_failed_subtests.add(name)
             name = self.of_its_own(f"{name} [{context.msg or context.kwargs}]")
-        outcome = report.outcome
-        if outcome == "failed" and report.when != "call":
+        elif outcome == "passed" and name in self.with_failed_subtests:
+            outcome, message = "failed", "subtests failed"
+        elif outcome == "failed" and report.when != "call":
             outcome = "error"
         if outcome == "passed" and report.when != "call":
             return
@@ -81,7 +87,7 @@ class Recorder:
             test=name,
             outcome=outcome,
             seconds=round(report.duration, 3),
-            message="" if outcome == "passed" else last_line(report),
+            message="" if outcome == "passed" else message,
         )
 
     def of_its_own(self, name: str) -> str:
@@ -124,4 +130,4 @@ def last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else str(report.longrepr)).strip().splitlines()
-    return lines[0][:300] if lines else ""
+    return re.sub(r"0x[0-9a-f]+", "0x...", lines[0])[:300] if lines else ""

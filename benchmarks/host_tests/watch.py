@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,18 +73,21 @@ def run_file(
     environment: Mapping[str, str],
     scratch: Path,
     limit: float,
+    leave_out: Sequence[str],
     progress: Callable[[FileRun], None],
 ) -> FileRun:
     """Run the tests of ``file`` with ``python``; each may take ``limit`` seconds.
 
-    ``progress`` is called every few seconds. A test past the limit has the outcome
+    The tests named in ``leave_out`` do not run. ``progress`` is called every few
+    seconds. A test past the limit has the outcome
     ``timeout``, one that ends the process ``crashed``.
     """
     run, began = FileRun(), time.monotonic()
     while True:
         events = scratch / f"events-{time.monotonic_ns()}.jsonl"
         events.touch()
-        process = start(file, python, environment, events, run.outcomes)
+        done = [*run.outcomes, *leave_out]
+        process = start(file, python, environment, events, done)
         stuck = follow(process, events, run, limit, progress)
         if run.witness or run.broken or run.running is None:
             break
@@ -101,11 +104,11 @@ def start(
     python: str,
     environment: Mapping[str, str],
     events: Path,
-    done: Mapping[str, str],
+    done: Sequence[str],
 ) -> "subprocess.Popen[bytes]":
     """Pytest on ``file`` without the tests that are ``done``; output goes to a log."""
     done_file = events.with_suffix(".done")
-    done_file.write_text(json.dumps(list(done)))
+    done_file.write_text(json.dumps(done))
     command = [python, "-m", "pytest", "-q", "-p", "host_plugin"]
     command += ["-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--rootdir", str(file.parent.parent), str(file)]

@@ -1,11 +1,14 @@
-"""A tiny random Qwen2 in a hub cache, in place of the model that mlx-lm's tests load.
+"""Tiny random models in a hub cache, in place of the one that mlx-lm's tests load.
 
 The tests ask for ``mlx-community/Qwen1.5-0.5B-Chat-4bit``. Written as a snapshot of that
 name, with the hub offline, mlx-lm's own ``load``, ``convert`` and ``hf_repo_to_path``
-find it with nothing of mlx-lm patched.
+find it with nothing of mlx-lm patched. It is a Qwen2 or, to put our class under the same
+tests, a Kimi K3; both speak ChatML with one tokenizer.
 """
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import qwen2
@@ -17,7 +20,7 @@ REPOSITORY = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 REVISION = "0" * 40
 
 #: 4-bit groups and a quantised KV cache want multiples of 64, heads of 64 included.
-SIZES = {
+QWEN2_SIZES = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "intermediate_size": 256,
@@ -26,11 +29,25 @@ SIZES = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "max_position_embeddings": 4096,
-    "vocab_size": 512,
     "tie_word_embeddings": False,
 }
 
-#: Factor on the random head, so that sampling at low temperature is as good as settled:
+#: Changes to the tests' T0: five layers, 16 experts, widths that 4-bit groups divide.
+K3_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "routed_expert_hidden_size": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+
+VOCAB_SIZE = 512
+
+#: Factor on a random head, so that sampling at low temperature is as good as settled:
 #: flat logits would let the last bits of a cached prompt change the sampled text.
 HEAD_SCALE = 8.0
 
@@ -54,36 +71,55 @@ TEXT = (
 )
 
 
-def write_hub_cache(hub: Path) -> Path:
-    """Write model and tokenizer as a snapshot under ``hub``; returns its folder."""
+def write_hub_cache(hub: Path, model_type: str) -> Path:
+    """Write model and tokenizer as a snapshot under ``hub``; returns its folder.
+
+    ``model_type`` is ``qwen2`` or ``kimi_k3``.
+    """
     repository = hub / f"models--{REPOSITORY.replace('/', '--')}"
     snapshot = repository / "snapshots" / REVISION
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(REVISION)
-    write_model(snapshot)
+    mx.random.seed(0)
+    model, head, config = {"qwen2": random_qwen2, "kimi_k3": random_k3}[model_type]()
+    head.weight = HEAD_SCALE * head.weight
+    write_model(snapshot, model, config)
     write_tokenizer(snapshot)
     # What mlx-lm's converter starts its own model card from.
     (snapshot / "README.md").write_text("---\nlanguage: en\n---\n")
     return snapshot
 
 
-def write_model(folder: Path, *, seed: int = 0) -> None:
-    """A random Qwen2 of :data:`SIZES`, its linear layers in 4 bits, groups of 64."""
-    mx.random.seed(seed)
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **SIZES}
+def random_qwen2() -> tuple[Any, Any, dict[str, Any]]:
+    """A Qwen2 of :data:`QWEN2_SIZES`, its head, and its configuration."""
+    config = {"model_type": "qwen2", "vocab_size": VOCAB_SIZE, **QWEN2_SIZES}
     model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
-    model.lm_head.weight = HEAD_SCALE * model.lm_head.weight
+    return model, model.lm_head, config
+
+
+def random_k3() -> tuple[Any, Any, dict[str, Any]]:
+    """The tests' T0 with :data:`K3_SIZES`, its head, and its configuration."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    from tiny_k3 import t0_config, t0_model
+
+    sizes = K3_SIZES | {"vocab_size": VOCAB_SIZE}
+    model, config = t0_model(**sizes), t0_config(**sizes)
+    return model, model.language_model.lm_head, config
+
+
+def write_model(folder: Path, model: Any, config: dict[str, Any]) -> None:
+    """Write ``model`` into ``folder``, its linear layers in 4 bits, groups of 64."""
     model.set_dtype(mx.float16)
+    config["eos_token_id"] = learned_size() + MARKERS.index("<|im_end|>")
     model, config = quantize_model(model, config, group_size=64, bits=4)
     save_model(folder, model)
-    eos = MARKERS.index("<|im_end|>") + learned_size()
-    save_config({**config, "eos_token_id": eos}, folder / "config.json")
+    save_config(config, folder / "config.json")
 
 
 def learned_size() -> int:
     """Tokens of the vocabulary below the markers."""
-    return SIZES["vocab_size"] - len(MARKERS)
+    return VOCAB_SIZE - len(MARKERS)
 
 
 def write_tokenizer(folder: Path) -> None:
