@@ -149,7 +149,7 @@ def test_full_size_layers_take_seconds_and_no_memory(tmp_path: Path) -> None:
             damage.expert_counts,
             CheckpointError,
             r"layer 2: config\.json's expert_counts says 15 experts, 1 of them in "
-            r"bank_hi, but the tensors hold 14 \(bank_hi 1, bank_lo 13, router 14\)",
+            r"bank_hi, but the tensors hold 14 \(bank_hi 1, bank_lo 13, bias 14, router",
         ),
         (
             damage.bank_lo_missing,

@@ -1,15 +1,18 @@
 """Shards and index that are damaged, missing or of different builds are named."""
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import damage
 import mlx.core as mx
 import pytest
 from damage import GRADED, copy_folder, edit_map, edit_tensors, refuse
 
-from kimi_k3.errors import CheckpointError, TruncatedShardError
+from kimi_k3.checkpoint.headers import read_header
+from kimi_k3.errors import CheckpointError, KimiK3Error, TruncatedShardError
 from kimi_k3.folder_check import check_folder
 
 LAYER = "model.layers.1."
@@ -218,3 +221,108 @@ def test_shards_and_index(graded: Path, fault: str) -> None:
     spoil, kind, message = SHARD_FAULTS[fault]
     spoil(graded)
     refuse(graded, kind, message)
+
+
+HEADER = {"a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+
+ENTRIES = {
+    "no object": 7,
+    "no dtype": {"shape": [2, 3], "data_offsets": [0, 24]},
+    "unknown dtype": {"dtype": "Q4_K", "shape": [2, 3], "data_offsets": [0, 24]},
+    "dtype of lists": {"dtype": [], "shape": [2, 3], "data_offsets": [0, 24]},
+    "text as shape": {"dtype": "F32", "shape": "23", "data_offsets": [0, 24]},
+    "negative shape": {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]},
+    "broken shape": {"dtype": "F32", "shape": [2.0, 3], "data_offsets": [0, 24]},
+    "true as size": {"dtype": "F32", "shape": [True, 6], "data_offsets": [0, 24]},
+    "one offset": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24]},
+    "offsets reversed": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24, 0]},
+    "too few bytes": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]},
+    "too large to index": {"dtype": "U8", "shape": [0, 2**40], "data_offsets": [0, 0]},
+    "very many numbers": {"dtype": "F32", "shape": [9] * 5000, "data_offsets": [0, 24]},
+}
+
+
+def write_safetensors(path: Path, header: object, data: bytes = bytes(24)) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    return path
+
+
+def test_a_header_is_read(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "good", HEADER | {"__metadata__": {"a": "b"}})
+    header = read_header(path)
+    assert header.tensors.keys() == HEADER.keys()
+    tensor = header.tensors["a.weight"]
+    assert (tensor.dtype, tensor.shape, tensor.nbytes) == ("F32", (2, 3), 24)
+    assert tensor.stop == header.nbytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("fault", ENTRIES)
+def test_an_entry_that_makes_no_sense(tmp_path: Path, fault: str) -> None:
+    path = write_safetensors(tmp_path / "bad", {"a.weight": ENTRIES[fault]})
+    with pytest.raises(CheckpointError, match=r"entry for 'a\.weight' makes no sense"):
+        read_header(path)
+
+
+def test_names_and_places_that_make_no_sense(tmp_path: Path) -> None:
+    entry = HEADER["a.weight"]
+    half = json.dumps({"\ud83d": entry}).encode()
+    twice = b'{"a": %s, "a": %s}' % ((json.dumps(entry).encode(),) * 2)
+    later = {**entry, "data_offsets": [32, 56]}
+    for header, message in (
+        (half, r"entry for '\\ud83d' makes no sense"),
+        (twice, r"damaged header \('a' is there twice\)"),
+        ({"a": entry, "b": entry}, r"places b at byte \d+, which overlaps"),
+        ({"a": entry, "b": later}, r"places b at byte \d+, which leaves a gap"),
+        (b"[1]", r"header that is not a JSON object"),
+        (b"[" * 100_000, r"damaged header"),
+        (b'{"a": ' + b"9" * 5000 + b"}", r"damaged header"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read_header(write_safetensors(tmp_path / "bad", header, bytes(56)))
+
+
+def test_any_damage_to_a_header_has_a_name(tmp_path: Path) -> None:
+    """Random bytes of a real header changed, cut or doubled: never another error."""
+    raw = (GRADED / "model-00001-of-00010.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    random = Random(7)
+    refused = 0
+    for _ in range(400):
+        damaged = bytearray(raw)
+        at = random.randrange(8 + length)
+        for _ in range(random.choice((1, 1, 4))):
+            damaged[random.randrange(at, 8 + length)] = random.randrange(256)
+        if random.random() < 0.3:
+            del damaged[at : at + random.randrange(1, 64)]
+        path = tmp_path / "shard"
+        path.write_bytes(damaged)
+        try:
+            read_header(path)
+        except CheckpointError as error:
+            str(error).encode()
+            refused += 1
+    assert refused > 200
+
+
+def test_any_damage_to_the_json_files_has_a_name(tmp_path: Path) -> None:
+    folder = copy_folder(GRADED, tmp_path / "build")
+    random = Random(3)
+    refused = 0
+    for name in (damage.INDEX, "config.json") * 40:
+        raw = (GRADED / name).read_bytes()
+        damaged = bytearray(raw)
+        at = random.randrange(len(raw))
+        if random.random() < 0.5:
+            damaged[at] = random.randrange(256)
+        else:
+            del damaged[at : at + random.randrange(1, 40)]
+        (folder / name).write_bytes(damaged)
+        try:
+            check_folder(folder)
+        except KimiK3Error as error:
+            str(error).encode()
+            refused += 1
+        (folder / name).write_bytes(raw)
+    check_folder(folder)
+    assert refused > 40

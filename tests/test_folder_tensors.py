@@ -15,6 +15,7 @@ from damage import (
     edit_text_config,
     refuse,
 )
+from mlx_lm.utils import load_model
 from tiny_k3 import write_t1
 
 from kimi_k3.errors import CheckpointError
@@ -126,7 +127,7 @@ TENSOR_FAULTS = {
     ),
     "length of a bias": (
         replace(f"{MOE}e_score_correction_bias", rounded_rows),
-        r"e_score_correction_bias has shape \(15,\), but config\.json makes it \(16\)",
+        r"layer 1: .* says 16 experts.* hold 15 \(bank_hi 6, bank_lo 10, bias 15, router",
     ),
     "length of dt_bias": (
         replace(f"{LAYER}self_attn.dt_bias", rounded_rows),
@@ -262,7 +263,7 @@ SOURCE_FAULTS = {
             f"{SOURCE_MOE}experts.99.w1.weight_packed",
             f"{SOURCE_MOE}experts.0.w1.weight_packed",
         ),
-        r"layer 2: .* says 16 experts, but the tensors hold 100 \(experts 100",
+        r"layer 2: .* says 16 experts, but the tensors hold 100 \(bias 16, experts 100",
     ),
     "experts in a dense layer": (
         add(
@@ -307,6 +308,18 @@ def test_source_tensors_against_the_config(source: Path, fault: str) -> None:
     spoil, message = SOURCE_FAULTS[fault]
     spoil(source)
     refuse(source, CheckpointError, message)
+
+
+@pytest.mark.filterwarnings("ignore:this build stores the router")
+@pytest.mark.parametrize("fault", TENSOR_FAULTS | SOURCE_FAULTS)
+def test_stock_loader_says_the_same(tmp_path: Path, t1: Path, fault: str) -> None:
+    """``mlx_lm.utils.load_model`` alone: what our class sees there, it names."""
+    original = GRADED if fault in TENSOR_FAULTS else t1
+    folder = copy_folder(original, tmp_path / "build")
+    spoil, message = (TENSOR_FAULTS | SOURCE_FAULTS)[fault]
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder)
 
 
 def test_vision_tensors_are_not_judged(source: Path) -> None:

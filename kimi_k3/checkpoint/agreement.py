@@ -63,10 +63,10 @@ def check_expert_counts(
 
 
 def _holds_experts(key: str) -> str | None:
-    """``router``, ``bank``, ``bank_hi`` or ``bank_lo`` if a parameter has one row each."""
+    """What a parameter with one row an expert is called in a message; None for others."""
     in_layer = key.partition(".mlp.")[2]
     if in_layer in ("gate.weight", "e_score_correction_bias"):
-        return "router"
+        return "router" if in_layer == "gate.weight" else "bias"
     if not in_layer.startswith("switch_mlp."):
         return None
     bank = in_layer.split(".")[1]
@@ -77,22 +77,25 @@ def _check_layer_counts(layer: int, found: dict[str, int], args: TextArgs) -> No
     wanted, split = args.experts_in_layer(layer), args.bank_split(layer)
     sizes = {
         "router": wanted,
+        "bias": wanted,
         "bank": wanted,
         "bank_hi": split or wanted,
         "bank_lo": wanted - split,
     }
-    experts = found.get("experts", 0)
-    whole = {part: rows for part, rows in found.items() if part != "experts"}
-    if experts <= wanted and all(sizes[part] == n for part, n in whole.items()):
+    single = found.get("experts", 0)
+    odd = [part for part, rows in found.items() if rows != sizes.get(part, rows)]
+    if single <= wanted and not odd:
         return
+    banks = sum(rows for part, rows in found.items() if part.startswith("bank_"))
+    total = single if single > wanted else found[odd[0]]
+    if odd and odd[0].startswith("bank_"):
+        total = banks
     source = "expert_counts" if args.expert_counts else "num_experts"
     rows = ", ".join(f"{part} {n}" for part, n in sorted(found.items()))
-    banks = [n for part, n in whole.items() if part.startswith("bank_")]
-    total = found.get("router") or found.get("bank") or sum(banks) or experts
     raise CheckpointError(
         f"layer {layer}: config.json's {source} says {wanted} experts"
         f"{f', {split} of them in bank_hi' if split else ''}, but the tensors hold "
-        f"{max(total, experts)} ({rows}). Config and shards are of different builds; "
+        f"{total} ({rows}). Config and shards are of different builds; "
         "download both again from one place."
     )
 

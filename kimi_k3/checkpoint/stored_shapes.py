@@ -125,6 +125,8 @@ def _check_scales(
             f"{name} is {tensor.dtype} and has scales beside it; packed codes are "
             "integers. The folder mixes shards of two builds."
         )
+    if tuple(scales.shape[:-1]) != wanted[:-1]:
+        raise _misfit(scales_name(name), tuple(scales.shape), (*wanted[:-1], -1))
     stored = StoredFormat.of_tensors(name, tensor, scales, wanted[-1])
     if biases is not None and (stored.mode != "affine" or biases.shape != scales.shape):
         raise CheckpointError(
