@@ -78,9 +78,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_config(rename("<|close|>", "<|open|>")),
         r"tokenizer_config\.json gives the name '<\|open\|>' to two control ids",
     ),
-}
-
-ONLY_WHEN_LOADED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unnamed end": (
         edit_config(lambda config: config.update(eos_token="<|im_end|>")),
         r"eos_token names '<\|im_end\|>', which added_tokens_decoder does not",
@@ -89,9 +86,6 @@ ONLY_WHEN_LOADED: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_config(lambda config: config.update(additional_special_tokens=["<x>"])),
         r"special_tokens names '<x>'",
     ),
-}
-
-ONLY_WHEN_CHECKED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
         lambda folder: (folder / "tokenizer_config.json").unlink(),
         r"tokenizer_config\.json cannot be read",
@@ -104,6 +98,17 @@ ONLY_WHEN_CHECKED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
         r"tokenizer_config\.json is not a JSON object",
     ),
+    "no names": (
+        edit_config(lambda config: config.pop("added_tokens_decoder")),
+        r"has no added_tokens_decoder",
+    ),
+    "key is no id": (
+        edit_config(lambda config: config["added_tokens_decoder"].update({"x": "y"})),
+        r"tokenizer_config\.json: added_tokens_decoder has the key 'x', which is no id",
+    ),
+}
+
+ONLY_WHEN_CHECKED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other class": (
         edit_config(
             lambda config: config.update(tokenizer_class="PreTrainedTokenizerFast")
@@ -114,17 +119,13 @@ ONLY_WHEN_CHECKED: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit_config(lambda config: config.pop("tokenizer_class")),
         r"tokenizer_class is None",
     ),
-    "no names": (
-        edit_config(lambda config: config.pop("added_tokens_decoder")),
-        r"has no added_tokens_decoder",
-    ),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS | ONLY_WHEN_LOADED)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_when_loading(tmp_path, fault):
     folder, _ = write_tk(tmp_path / "model")
-    change, message = (FAULTS | ONLY_WHEN_LOADED)[fault]
+    change, message = FAULTS[fault]
     change(folder)
     with pytest.raises(TokenizerError, match=message):
         TikTokenTokenizer.from_pretrained(folder)
@@ -138,6 +139,27 @@ def test_faults_are_named_by_the_check(tmp_path, fault):
     change(folder)
     with pytest.raises(TokenizerError, match=message):
         check_tokenizer_folder(folder)
+
+
+def test_other_ways_to_write_special_tokens(tmp_path):
+    folder, _ = write_tk(tmp_path / "model")
+    entry = {"__type": "AddedToken", "content": "[EOS]", "lstrip": False}
+    edit_json(
+        folder / "tokenizer_config.json",
+        lambda config: config.update(
+            eos_token=entry,
+            unk_token=None,
+            add_bos_token=False,
+            extra_special_tokens={"media_token": "<|media_pad|>"},
+        ),
+    )
+    check_tokenizer_folder(folder)
+    tokenizer = TikTokenTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token, tokenizer.unk_token) == ("[EOS]", None)
+    assert tokenizer.special_tokens_map["media_token"] == "<|media_pad|>"
+    tokenizer.save_pretrained(tmp_path / "copy")
+    again = TikTokenTokenizer.from_pretrained(tmp_path / "copy")
+    assert again.special_tokens_map == tokenizer.special_tokens_map
 
 
 def test_missing_package_is_a_hint(tmp_path, monkeypatch):

@@ -28,6 +28,8 @@ MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 #: The other id that ends a turn, beside ``<|end_of_msg|>``.
 EOS_NAME = "[EOS]"
 
+_NAMED = "added_tokens_decoder"
+
 _WHERE_FROM = "Take it from the checkpoint's own repository."
 
 
@@ -108,15 +110,15 @@ def check_named_tokens(settings: Mapping[str, Any], known: Container[str]) -> No
     """Raise TokenizerError if a setting such as ``eos_token`` names no control id."""
     for key, value in settings.items():
         if key.endswith("_special_tokens"):
-            names = [str(name) for name in value or ()]
-        elif key.endswith("_token") and value is not None:
-            names = [str(value)]
+            entries = value.values() if isinstance(value, Mapping) else value or ()
+        elif key.endswith("_token") and value and not isinstance(value, bool):
+            entries = [value]
         else:
             continue
-        if odd := [name for name in names if name not in known]:
+        if odd := [name for name in map(_name, entries) if name not in known]:
             raise TokenizerError(
-                f"{CONFIG_FILE}: {key} names {odd[0]!r}, which added_tokens_decoder does "
-                "not name among the control ids. Take both from one repository."
+                f"{CONFIG_FILE}: {key} names {odd[0]!r}, which {_NAMED} does not name "
+                "among the control ids. Take both from one repository."
             )
 
 
@@ -159,21 +161,36 @@ def check_tokenizer_folder(folder: str | Path) -> None:
     would be handed to other code, or run a file of its own, by transformers.
     """
     folder = Path(folder)
-    config = read_object(folder / CONFIG_FILE)
+    config = read_tokenizer_config(folder)
     found = config.get("tokenizer_class")
     if found != CLASS_NAME:
         raise TokenizerError(
             f"{folder / CONFIG_FILE}: tokenizer_class is {found!r}, Kimi K3's is "
             f"{CLASS_NAME!r}. Set it, or take the file from moonshotai/Kimi-K3."
         )
-    named = config.get("added_tokens_decoder")
+    named = {int(i): _name(entry) for i, entry in config[_NAMED].items()}
+    check_named_tokens(
+        config, control_names(named, len(read_ranks(folder / VOCAB_FILE)))
+    )
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The tokenizer config in ``folder``, which names control ids by number.
+
+    Raises TokenizerError naming the file otherwise.
+    """
+    path = folder / CONFIG_FILE
+    config = read_object(path)
+    named = config.get(_NAMED)
     if not isinstance(named, dict):
         raise TokenizerError(
-            f"{folder / CONFIG_FILE} has no added_tokens_decoder, which names the "
-            f"control ids. {_WHERE_FROM}"
+            f"{path} has no {_NAMED}, which names the control ids. {_WHERE_FROM}"
         )
-    names = {int(key): _name(value) for key, value in named.items()}
-    control_names(names, len(read_ranks(folder / VOCAB_FILE)))
+    if odd := [key for key in named if not key.isdecimal()]:
+        raise TokenizerError(
+            f"{path}: {_NAMED} has the key {odd[0]!r}, which is no id. {_WHERE_FROM}"
+        )
+    return config
 
 
 def _name(entry: Any) -> str:

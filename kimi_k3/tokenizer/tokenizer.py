@@ -23,6 +23,7 @@ from .files import (
     check_named_tokens,
     control_names,
     read_ranks,
+    read_tokenizer_config,
     stated_end_ids,
 )
 from .prompt import Piece, RenderedPrompt
@@ -106,6 +107,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
                     "a chat template was given for Kimi K3, whose conversations are not "
                     "rendered by Jinja; leave it out (--chat-template in a server)."
                 )
+            if Path(where).is_dir():
+                read_tokenizer_config(Path(where))
             tokenizer = super().from_pretrained(where, *init_inputs, **kwargs)
         finally:
             auto.withdraw()
