@@ -65,7 +65,7 @@ class GatedMLA(nn.Module):
         q_nope, q_shared = mx.split(self._queries(x), [self.nope_dim], axis=-1)
         latent, k_shared = self._latents(x)
         if cache is not None:
-            latent, k_shared = cache.update_and_fetch(latent, k_shared)
+            latent, k_shared = fetch(cache, latent, k_shared)
 
         scores = (q_shared * self.scale) @ k_shared.swapaxes(-1, -2)
         if mask is not None:
@@ -84,7 +84,7 @@ class GatedMLA(nn.Module):
             queries.astype(dtype),
             keys.astype(dtype),
             values.astype(dtype),
-            cache=cache,
+            cache=None,  # keys and values are plain whatever the cache holds
             scale=self.scale,
             mask=scores.astype(dtype),
         )
@@ -110,3 +110,19 @@ class GatedMLA(nn.Module):
             self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1
         )
         return self.kv_a_layernorm(latent)[:, None], shared[:, None]
+
+
+def fetch(cache: Any, latent: mx.array, shared: mx.array) -> tuple[mx.array, mx.array]:
+    """Put this step's latents into ``cache``; all that it holds, in plain form.
+
+    mlx-lm's ``--kv-bits`` replaces the cache by one of quantised groups. Both parts are
+    needed as numbers: the keys are multiplied by ``embed_q`` before queries meet them.
+    """
+    kept = cache.update_and_fetch(latent, shared)
+    if not hasattr(cache, "bits"):
+        return kept
+    first, second = (
+        mx.dequantize(*part, group_size=cache.group_size, bits=cache.bits)
+        for part in kept
+    )
+    return first, second
