@@ -71,6 +71,10 @@ class Environment:
         pip = [sys.executable, "-m", "pip", "--python", self.python]
         succeed([*pip, "--disable-pip-version-check", *arguments])
 
+    def install(self, *what: str | Path) -> None:
+        """Install from local files, also if the parents have the package."""
+        self.pip("install", "--ignore-installed", "--no-deps", "--no-index", *what)
+
     def who(self, **environment: str) -> tuple[str, Path]:
         """Who put the finder in place, and the file of the class that answers."""
         (self.folder / "who.py").write_text(WHO)
@@ -93,7 +97,7 @@ HOSTS_OWN = Path(mlx_lm.__file__ or "").parent / "models" / "kimi_k3.py"
 def test_wheel_alone(built: dict[str, Path], environment: Environment):
     assert environment.who() == ("nobody", HOSTS_OWN)
 
-    environment.pip("install", "--no-deps", "--no-index", built["wheel"])
+    environment.install(built["wheel"])
     installed = environment.files() - environment.before
     assert installed >= STARTUP_FILES
     ours = environment.packages / "kimi_k3" / "models" / "kimi_k3.py"
@@ -109,9 +113,7 @@ def test_wheel_alone(built: dict[str, Path], environment: Environment):
 
 
 def test_editable_install(environment: Environment):
-    environment.pip(
-        "install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", ROOT
-    )
+    environment.install("--no-build-isolation", "--editable", ROOT)
     assert environment.files() - environment.before >= STARTUP_FILES
     ours = ROOT / "kimi_k3" / "models" / "kimi_k3.py"
     assert environment.who() == ("start-up file", ours)
