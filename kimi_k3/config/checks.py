@@ -129,9 +129,9 @@ def check_linear(args: "LinearAttentionArgs") -> None:
 
 
 def check_sizes(args: "TextArgs") -> None:
-    """Products of sizes that become one dimension must stay in MLX's range."""
+    """Sizes that make one dimension together must stay in MLX's range."""
     linear = args.linear_attn_config
-    products = {
+    together = {
         "linear_attn_config.num_heads · head_dim · 3": 3 * linear.projection_dim,
         "num_attention_heads · (qk_nope_head_dim + qk_rope_head_dim)": (
             args.num_attention_heads * (args.qk_nope_head_dim + args.qk_rope_head_dim)
@@ -139,14 +139,15 @@ def check_sizes(args: "TextArgs") -> None:
         "num_attention_heads · (qk_nope_head_dim + v_head_dim)": (
             args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim)
         ),
+        "kv_lora_rank + qk_rope_head_dim": args.kv_lora_rank + args.qk_rope_head_dim,
         "num_shared_experts · moe_intermediate_size": (
             args.num_shared_experts * args.moe_intermediate_size
         ),
     }
-    for name, product in products.items():
-        if product > LARGEST:
+    for name, size in together.items():
+        if size > LARGEST:
             raise ConfigError(
-                f"text_config.{name} is {product}, more than MLX can index ({LARGEST}). "
+                f"text_config.{name} is {size}, more than MLX can index ({LARGEST}). "
                 f"{SOURCE}"
             )
 
@@ -159,15 +160,18 @@ def check_layer_lists(args: "TextArgs") -> None:
         raise ConfigError(
             f"linear_attn_config lists layer {both[0]} as KDA and as full attention."
         )
-    # A config may claim any number of layers: nothing is built from it unchecked.
-    if len(named) == layers and named == list(range(1, layers + 1)):
-        return
-    odd = next((n for i, n in enumerate(named, start=1) if n != i), len(named) + 1)
-    raise ConfigError(
-        "linear_attn_config.kda_layers and full_attn_layers must name the layers "
-        f"1..{layers} (num_hidden_layers) once each, counted from 1; they name "
-        f"{len(named)}, and layer {min(odd, len(named) + 1)} is missing or too many."
-    )
+    known = set(named)
+    # A config may claim any number of layers; the first gap comes soon.
+    missing = next((n for n in range(1, layers + 1) if n not in known), None)
+    odd = next((n for n in named if not 1 <= n <= layers), None)
+    twice = next((n for n, m in zip(named, named[1:], strict=False) if n == m), None)
+    for layer, what in ((missing, "is missing"), (odd, "is none"), (twice, "is twice")):
+        if layer is not None:
+            raise ConfigError(
+                "linear_attn_config.kda_layers and full_attn_layers must name the layers "
+                f"1..{layers} (num_hidden_layers) once each, counted from 1; layer "
+                f"{layer} {what}."
+            )
 
 
 def check_heads(args: "TextArgs") -> None:
