@@ -3,10 +3,10 @@
     python benchmarks/builds.py DATA --out benchmarks/results/builds.json
     python benchmarks/builds.py --readme           # print the table of the README
 
-DATA holds ``formats/`` and ``golden/`` as tests/data does. Errors are max|a - b| / max|expected| of a
-forward pass in float32: for the source format against Moonshot's own code, for builds
-against dense logits made from them by neither loader. The last line of the
-output is one JSON document.
+DATA holds ``formats/`` and ``golden/`` as tests/data does. Errors are
+max|a - b| / max|expected| of a forward pass in float32: for the source format against
+Moonshot's own code, for builds against dense logits made from them by neither loader.
+The last line of the output is one JSON document.
 """
 
 import argparse
@@ -25,7 +25,7 @@ KINDS = {
     "formats/A-lm-saved": "mlx-lm: saved from the source, experts mxfp4, nothing rounded",
     "formats/A-lm-uniform": "mlx-lm: pruned to one expert count",
     "formats/D-lm-q8": "mlx-lm: `mlx_lm.convert -q`, non-experts 8-bit",
-    "formats/A-lm-uvmax-like": "mlx-lm: affine experts 2-bit, others 4/6/8-bit, router 8-bit",
+    "formats/A-lm-uvmax-like": "mlx-lm: experts affine 2-bit, others 4/6/8, router 8",
     "formats/A-vlm-saved": "mlx-vlm: converted with its vision tower",
     "formats/A-pn-mxfp4": "pipenetwork: no prefix, experts mxfp4",
     "formats/D-pn-mxfp4-q8": "pipenetwork: non-experts and router 8-bit",

@@ -91,7 +91,7 @@ def test_state_and_file_round_trips(model: Any, tmp_path: Path) -> None:
     assert_close(following(model, copied), want, rel=1e-6)
 
     save_prompt_cache(str(tmp_path / "cache.safetensors"), used(model, TOKENS))
-    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    loaded: Any = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     assert [type(c) for c in loaded] == [type(c) for c in cache]
     assert_close(following(model, loaded), want, rel=1e-6)
 

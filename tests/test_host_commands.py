@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm
@@ -37,8 +37,17 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def tensors(file: Path) -> dict[str, mx.array]:
+    return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    """What ``mlx_lm.load`` gives, whose length depends on its arguments."""
+    return mlx_lm.load(str(folder), **options)
+
+
 def logits(folder: Path, adapter: Path | None = None) -> mx.array:
-    model, _ = mlx_lm.load(str(folder), adapter_path=adapter and str(adapter))
+    model, _ = loaded(folder, adapter_path=adapter and str(adapter))
     assert type(model).__module__ == "kimi_k3.models.kimi_k3"
     model.set_dtype(mx.float32)
     return model(IDS)
@@ -71,7 +80,7 @@ def test_convert_changes_no_logits(
     out = tmp_path / "converted"
     run_main(monkeypatch, "convert", "--hf-path", builds[kind], "--mlx-path", out)
     assert_close(logits(out), logits(builds[kind]), rel=1e-6)
-    kept = mx.load(str(next(out.glob("model*.safetensors"))))
+    kept = tensors(next(out.glob("model*.safetensors")))
     float32 = (
         "A_log",
         "dt_bias",
@@ -91,11 +100,11 @@ def test_quantised_convert_reloads_as_it_was_saved(
     out = tmp_path / "quantised"
     arguments = ("--mlx-path", out, "-q", "--q-bits", 8, "--q-group-size", 32)
     run_main(monkeypatch, "convert", "--hf-path", builds[kind], *arguments)
-    saved = mx.load(str(next(out.glob("model*.safetensors"))))
+    saved = tensors(next(out.glob("model*.safetensors")))
     attention = "language_model.model.layers.0.self_attn.qkv_proj.scales"
     assert attention in saved
     assert not any(".mlp.gate.scales" in key for key in saved)
-    model, _, config = mlx_lm.load(str(builds[kind]), return_config=True)
+    model, _, config = loaded(builds[kind], return_config=True)
     model, _ = quantize_model(model, config, group_size=32, bits=8)
     model.set_dtype(mx.float32)
     assert_close(logits(out), model(IDS), rel=1e-5)
@@ -119,9 +128,9 @@ def test_two_steps_of_lora_with_default_keys(
     for name in ("train", "valid", "test"):
         (data / f"{name}.jsonl").write_text(line * 4)
     losses: list[float] = []
-    from mlx_lm.tuner import trainer
+    from mlx_lm.tuner.callbacks import TrainingCallback
 
-    class Losses(trainer.TrainingCallback):
+    class Losses(TrainingCallback):
         def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
             losses.append(train_info["train_loss"])
 
@@ -138,7 +147,7 @@ def test_two_steps_of_lora_with_default_keys(
     )
     assert len(losses) == 2
     assert all(0 < loss < 100 for loss in losses)
-    weights = mx.load(str(adapter / "adapters.safetensors"))
+    weights = tensors(adapter / "adapters.safetensors")
     moved = [
         key for key, w in weights.items() if key.endswith("lora_b") and mx.any(w != 0)
     ]
@@ -162,8 +171,8 @@ def test_cached_prompt_goes_on_as_uncached(
         "cache_prompt",
         *("--model", builds["source"], "--prompt", text, "--prompt-cache-file", file),
     )
-    model, tokenizer = mlx_lm.load(str(builds["source"]))
-    cache = load_prompt_cache(str(file))
+    model, tokenizer = loaded(builds["source"])
+    cache: Any = load_prompt_cache(str(file))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}],
         add_generation_prompt=False,

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -62,7 +62,7 @@ def test_two_ranks_equal_one_process(
 ) -> None:
     modules = [json.loads((ranks / f"{number}-{r}.json").read_text()) for r in (0, 1)]
     assert modules == ["kimi_k3.models.kimi_k3"] * 2
-    got = mx.load(str(ranks / f"{number}.safetensors"))["logits"]
+    got = cast(Any, mx.load(str(ranks / f"{number}.safetensors")))["logits"]
     assert_close(got, one_process(ranks / stored), rel=1e-4, where=f"{stored}, {kind}")
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import sharded_load
@@ -20,7 +21,7 @@ warnings.simplefilter("ignore")
 
 def run(folder: str, kind: str, group: mx.distributed.Group) -> tuple[mx.array, str]:
     groups = (None, group) if kind == "tensor" else (group, None)
-    model, _ = sharded_load(folder, *groups)
+    model: Any = sharded_load(folder, *groups)[0]
     model.set_dtype(mx.float32)
 
     tokens = mx.array([[(7 * i + 3) % 500 for i in range(23)]])
