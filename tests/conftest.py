@@ -1,12 +1,16 @@
 """Options and fixtures of all tests; float32 means float32 (no TF32) in all of them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["MLX_ENABLE_TF32"] = "0"
 
 import pytest
 from golden_data import Case, case_folders
+from metalsim.toolchain import keep_programs_in
+from simulated import need_kernels, run_kernels
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,6 +20,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="folder with golden/ and formats/ whose cases run besides tests/data",
     )
+    parser.addoption(
+        "--require-clang",
+        action="store_true",
+        help="fail, instead of skip, where Metal kernels cannot be simulated",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep simulated kernels between runs, beside pytest's own notes."""
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        keep_programs_in(cache.mkdir("metalsim"))
 
 
 #: Fixture, kind of folder it goes through, and the file that such a folder must have.
@@ -71,3 +87,10 @@ def extra_data(request: pytest.FixtureRequest) -> Path | None:
     """The folder given as ``--extra-data``, if any."""
     given = request.config.getoption("--extra-data")
     return Path(given) if given else None
+
+
+@pytest.fixture
+def simulated_kernels(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``simulated.run_kernels``; skips where kernels cannot run at all."""
+    need_kernels(required=bool(request.config.getoption("--require-clang")))
+    return run_kernels

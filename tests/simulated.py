@@ -1,0 +1,180 @@
+"""The package's kernels where there is no GPU: simulated, counted, in any order.
+
+``simulated_kernels`` (a fixture of conftest.py) hands out :func:`run_kernels`::
+
+    with simulated_kernels(order="reverse", poison=0) as launches:
+        got = select_experts(...)
+    assert launches.count("kimi_k3_select_experts") == 1
+
+On a machine with a Metal GPU the same lines run and count the real kernels.
+"""
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metalsim import VARIANTS, MetalSimError, Options, SimulatedKernel, toolchain
+
+import kimi_k3.kernels
+
+SANITIZERS = ("address", "thread", "memory")
+
+real_metal_kernel = mx.fast.metal_kernel
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel; ``name`` is the one given to ``metal_kernel``."""
+
+    name: str
+    inputs: dict[str, mx.array]
+    grid: tuple[int, ...]
+    threadgroup: tuple[int, ...]
+    template: dict[str, Any]
+
+
+@dataclass
+class Launches:
+    """What ran inside the context, in order."""
+
+    records: list[Launch] = field(default_factory=list)
+
+    def count(self, name: str) -> int:
+        return len(self.of(name))
+
+    def of(self, name: str) -> list[Launch]:
+        return [launch for launch in self.records if launch.name == name]
+
+    @property
+    def names(self) -> set[str]:
+        return {launch.name for launch in self.records}
+
+
+def has_gpu() -> bool:
+    """Whether the real kernels can run here."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
+def why_not() -> str | None:
+    """Why kernels cannot run here, not even simulated; None where they can."""
+    if has_gpu():
+        return None
+    if sys.platform != "linux":
+        return "kernels are simulated on Linux only, and there is no Metal GPU"
+    try:
+        toolchain.compiler()
+    except MetalSimError as error:
+        return str(error)
+    return None
+
+
+def need_kernels(required: bool) -> None:
+    """Skip the test where kernels cannot run, or fail it where they are ``required``."""
+    reason = why_not()
+    if reason and required:
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+def _modules() -> list[ModuleType]:
+    """All modules of the package, those of the kernels loaded if need be."""
+    folder = kimi_k3.kernels
+    for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        importlib.import_module(module.name)
+    return [m for n, m in list(sys.modules.items()) if n.split(".")[0] == "kimi_k3"]
+
+
+def _forget_kernels(modules: list[ModuleType]) -> None:
+    """Empty the caches that hold kernel objects: every cached function of kernels/."""
+    for module in modules:
+        for value in list(vars(module).values()):
+            home = getattr(value, "__module__", None) or ""
+            if home.startswith("kimi_k3.kernels") and hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def _recording(launches: Launches, options: Options) -> Callable[..., Any]:
+    """``mx.fast.metal_kernel`` whose kernels note each launch."""
+
+    def metal_kernel(
+        name: str, input_names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
+        if has_gpu():
+            run: Any = real_metal_kernel(name, input_names, *args, **kwargs)
+        else:
+            run = SimulatedKernel(name, input_names, *args, options=options, **kwargs)
+
+        def call(**call: Any) -> Any:
+            inputs = dict(zip(input_names, call["inputs"], strict=True))
+            template = dict(call.get("template") or ())
+            grid, threadgroup = tuple(call["grid"]), tuple(call["threadgroup"])
+            launches.records.append(Launch(name, inputs, grid, threadgroup, template))
+            return run(**call)
+
+        return call
+
+    return metal_kernel
+
+
+@contextmanager
+def run_kernels(options: Options | None = None, **changes: Any) -> Iterator[Launches]:
+    """Kernels run inside, by the package's own rules; ``changes`` are Options' fields."""
+    options = options or Options(**changes)
+    launches = Launches()
+    modules = _modules()
+    with ExitStack() as stack:
+        stack.callback(_forget_kernels, modules)
+        _forget_kernels(modules)
+        recording = _recording(launches, options)
+        stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", recording))
+        for module in modules:
+            if hasattr(module, "can_run_metal"):
+                patch = mock.patch.object(module, "can_run_metal", return_value=True)
+                stack.enter_context(patch)
+        yield launches
+
+
+def _bits(array: mx.array) -> bytes:
+    return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8)).tobytes()
+
+
+def same_in_every_order(call: Callable[[], Any]) -> Any:
+    """``call()`` under three thread orders, each with other garbage in memory.
+
+    Returns its array, or tuple of arrays; they must be the same bits in all three.
+    """
+    results = []
+    for options in VARIANTS:
+        with run_kernels(options) as launches:
+            result = call()
+            mx.eval(result)
+        assert launches.records, "no kernel ran: the reference answered"
+        results.append(result)
+    first, *others = results
+    arrays = [first] if isinstance(first, mx.array) else list(first)
+    for options, other in zip(VARIANTS[1:], others, strict=True):
+        other = [other] if isinstance(other, mx.array) else list(other)
+        for i, (one, two) in enumerate(zip(arrays, other, strict=True)):
+            assert _bits(one) == _bits(two), f"output {i} differs with {options}"
+    return first
+
+
+def under_sanitizers(call: Callable[[], Any]) -> None:
+    """``call()`` once under each sanitizer; a fault is a MetalSimError.
+
+    Use the smallest shapes: programs are slow here. On a GPU it only runs.
+    """
+    for sanitizer in SANITIZERS:
+        with run_kernels(sanitizer=sanitizer) as launches:
+            mx.eval(call())
+        assert launches.records, "no kernel ran: the reference answered"
