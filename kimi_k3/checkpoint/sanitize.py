@@ -64,6 +64,7 @@ def module_weights(
     if read_values:
         _warn_of_padding(padded)
     _dequantize_routers(placed, shapes)
+    _drop_orphans(placed)
     return placed
 
 
@@ -250,6 +251,16 @@ def _warn_of_padding(padded: list[tuple[str, mx.array]]) -> None:
             f"zero{others}; the first ones are used, the rest is ignored.",
             stacklevel=4,
         )
+
+
+def _drop_orphans(placed: Weights) -> None:
+    """Leave out scales and biases whose weight comes with other shards.
+
+    mlx-lm looks up the weight of all scales that it is given.
+    """
+    for key in [k for k in placed if k.endswith((".scales", ".biases"))]:
+        if f"{key.rpartition('.')[0]}.weight" not in placed:
+            del placed[key]
 
 
 def _conv_layout(weight: mx.array) -> mx.array:
