@@ -10,7 +10,7 @@ os.environ["MLX_ENABLE_TF32"] = "0"
 import pytest
 from golden_data import Case, case_folders
 from metalsim.toolchain import keep_programs_in
-from simulated import need_kernels, run_kernels
+from simulated import need_kernels, run_kernels, why_no_kernels, why_no_simulator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,7 +90,13 @@ def extra_data(request: pytest.FixtureRequest) -> Path | None:
 
 
 @pytest.fixture
+def simulator(request: pytest.FixtureRequest) -> None:
+    """The test needs clang, GPU or not."""
+    need_kernels(bool(request.config.getoption("--require-clang")), why_no_simulator())
+
+
+@pytest.fixture
 def simulated_kernels(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """``simulated.run_kernels``; skips where kernels cannot run at all."""
-    need_kernels(required=bool(request.config.getoption("--require-clang")))
+    need_kernels(bool(request.config.getoption("--require-clang")), why_no_kernels())
     return run_kernels

@@ -11,6 +11,7 @@ On a machine with a Metal GPU the same lines run and count the real kernels.
 
 import importlib
 import pkgutil
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,12 +65,10 @@ def has_gpu() -> bool:
     return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
-def why_not() -> str | None:
-    """Why kernels cannot run here, not even simulated; None where they can."""
-    if has_gpu():
-        return None
-    if sys.platform != "linux":
-        return "kernels are simulated on Linux only, and there is no Metal GPU"
+def why_no_simulator() -> str | None:
+    """Why kernels cannot be simulated here; None where they can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "Metal kernels are simulated on x86-64 Linux only"
     try:
         toolchain.compiler()
     except MetalSimError as error:
@@ -77,9 +76,13 @@ def why_not() -> str | None:
     return None
 
 
-def need_kernels(required: bool) -> None:
-    """Skip the test where kernels cannot run, or fail it where they are ``required``."""
-    reason = why_not()
+def why_no_kernels() -> str | None:
+    """Why kernels cannot run here, not even simulated; None where they can."""
+    return None if has_gpu() else why_no_simulator()
+
+
+def need_kernels(required: bool, reason: str | None) -> None:
+    """Skip the test for ``reason``, if any, or fail it where it is ``required``."""
     if reason and required:
         pytest.fail(reason)
     if reason:
