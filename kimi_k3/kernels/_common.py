@@ -1,7 +1,7 @@
 """What every kernel needs to know about the device it runs on."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +17,12 @@ def runs_on_cpu() -> bool:
     return mx.default_device() == mx.cpu
 
 
+@cache
+def constants(*values: float) -> mx.array:
+    """Numbers as one float32 array, made once: a new one is a copy at every launch."""
+    return mx.array(values, dtype=mx.float32)
+
+
 def compiled_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Fuse ``function`` with ``mx.compile`` on a GPU, where launches cost.
 
@@ -25,7 +31,7 @@ def compiled_on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     fused = mx.compile(function)
 
     @wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*args) if runs_on_cpu() else fused(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if runs_on_cpu() else fused)(*args, **kwargs)
 
     return call

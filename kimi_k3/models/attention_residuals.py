@@ -49,7 +49,12 @@ def mix(
     """What a sub-layer reads: the mix of ``stack`` and ``prefix``, (B, T, D)."""
     if stack.blocks is None or stack.inverse_rms is None:
         return prefix
-    score_weight = norm.weight.astype(mx.float32) * projection.weight[0]
     return attention_residual_mix(
-        stack.blocks, stack.inverse_rms, prefix, score_weight, stack.eps
+        stack.blocks,
+        stack.inverse_rms,
+        prefix,
+        norm.weight,
+        projection.weight[0],
+        stack.eps,
+        training=norm.training,
     )

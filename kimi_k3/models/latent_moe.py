@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 
 from ..config import TextArgs
+from ..kernels.router_logits import router_logits
 from ..kernels.select_experts import select_experts
 from .expert_banks import make_experts
 from .mlp import MLP
@@ -26,7 +27,7 @@ class Router(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., D) → logits (..., E), float32."""
-        return x.astype(mx.float32) @ self.weight.astype(mx.float32).T
+        return router_logits(x, self.weight, training=self.training)
 
     def to_quantized(self, *_: object, **__: object) -> "Router":
         """The router itself: it is never quantised."""
@@ -67,6 +68,7 @@ class LatentMoE(nn.Module):
             args.topk_group,
             args.moe_renormalize,
             args.routed_scaling_factor,
+            training=self.training,
         )
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -74,8 +76,7 @@ class LatentMoE(nn.Module):
             x = sum_gradients(self.sharding_group)(x)  # pyright: ignore[reportCallIssue]
         ids, weights = self.route(x)
         latent = self.routed_expert_down_proj(x) if self.has_latent else x
-        routed = self.switch_mlp(latent, ids)
-        routed = (routed * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        routed = self.switch_mlp.combine(latent, ids, weights)
         shared = self.shared_experts(x) if "shared_experts" in self else None
         routed, shared = self._reduce(routed, shared)
         if self.has_norm:
