@@ -82,12 +82,12 @@ def test_any_number_of_tokens(simulated_kernels: Any, tokens: int) -> None:
 
 def test_bfloat16_residuals(simulated_kernels: Any) -> None:
     """One rounding, of the result."""
-    check(case(5, 4, 1000, mx.bfloat16), simulated_kernels, rel=2**-9)
+    check(case(5, 4, 1000, mx.bfloat16), simulated_kernels, rel=2**-8)
 
 
 def test_real_shape(simulated_kernels: Any) -> None:
     given = module.example(np.random.default_rng(0))
-    check(given, simulated_kernels, rel=2**-9)
+    check(given, simulated_kernels, rel=2**-8)
     exact = {**given, "blocks": given["blocks"].astype(mx.float32)}
     check({**exact, "prefix": given["prefix"].astype(mx.float32)}, simulated_kernels)
 
