@@ -106,16 +106,22 @@ def _forget_kernels(modules: list[ModuleType]) -> None:
                 value.cache_clear()
 
 
-def _recording(launches: Launches, options: Options) -> Callable[..., Any]:
-    """``mx.fast.metal_kernel`` whose kernels note each launch."""
+MakeKernel = Callable[..., Callable[..., Any]]
+
+
+@contextmanager
+def _kernels_made_by(make: MakeKernel, **switches: bool) -> Iterator[Launches]:
+    """``mx.fast.metal_kernel`` is ``make``, and notes launches.
+
+    ``switches`` are functions of kernels/_common.py and what they return, everywhere.
+    """
+    launches = Launches()
+    modules = _modules()
 
     def metal_kernel(
         name: str, input_names: Sequence[str], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        if has_gpu():
-            run: Any = real_metal_kernel(name, input_names, *args, **kwargs)
-        else:
-            run = SimulatedKernel(name, input_names, *args, options=options, **kwargs)
+        run = make(name, input_names, *args, **kwargs)
 
         def call(**call: Any) -> Any:
             inputs = dict(zip(input_names, call["inputs"], strict=True))
@@ -126,24 +132,47 @@ def _recording(launches: Launches, options: Options) -> Callable[..., Any]:
 
         return call
 
-    return metal_kernel
+    with ExitStack() as stack:
+        stack.callback(_forget_kernels, modules)
+        _forget_kernels(modules)
+        stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", metal_kernel))
+        for name, value in switches.items():
+            for module in modules:
+                if hasattr(module, name):
+                    patch = mock.patch.object(module, name, return_value=value)
+                    stack.enter_context(patch)
+        yield launches
 
 
 @contextmanager
 def run_kernels(options: Options | None = None, **changes: Any) -> Iterator[Launches]:
     """Kernels run inside, by the package's own rules; ``changes`` are Options' fields."""
     options = options or Options(**changes)
-    launches = Launches()
-    modules = _modules()
-    with ExitStack() as stack:
-        stack.callback(_forget_kernels, modules)
-        _forget_kernels(modules)
-        recording = _recording(launches, options)
-        stack.enter_context(mock.patch.object(mx.fast, "metal_kernel", recording))
-        for module in modules:
-            if hasattr(module, "can_run_metal"):
-                patch = mock.patch.object(module, "can_run_metal", return_value=True)
-                stack.enter_context(patch)
+
+    def simulate(*args: Any, **kwargs: Any) -> SimulatedKernel:
+        return SimulatedKernel(*args, options=options, **kwargs)
+
+    make: Any = real_metal_kernel if has_gpu() else simulate
+    with _kernels_made_by(make, can_run_metal=True) as launches:
+        yield launches
+
+
+@contextmanager
+def trace_kernels() -> Iterator[Launches]:
+    """The way of a GPU through the package, for a look at the lazy graph only.
+
+    A launch gives arrays that depend on its inputs and must not be evaluated.
+    """
+
+    def stub(*_: Any, **__: Any) -> Callable[..., list[mx.array]]:
+        def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any):
+            shapes = zip(output_shapes, output_dtypes, strict=True)
+            outputs = [mx.zeros(shape, dtype) for shape, dtype in shapes]
+            return mx.depends(outputs, [x for x in inputs if isinstance(x, mx.array)])
+
+        return call
+
+    with _kernels_made_by(stub, can_run_metal=True, runs_on_cpu=False) as launches:
         yield launches
 
 
