@@ -82,7 +82,7 @@ def check_tensors(folder: Folder) -> list[str]:
                 list[tuple[str, mx.array]], tree_flatten(model.parameters())
             )
             check_complete(
-                {name: tensor.shape for name, tensor in weights.items()},
+                weights,
                 {name: tensor.shape for name, tensor in parameters},
                 args.text_config,
             )

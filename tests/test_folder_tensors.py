@@ -90,6 +90,26 @@ TENSOR_FAULTS = {
         drop(f"{LAYER}self_attn.o_proj.scales"),
         r"layers\.1\.self_attn\.o_proj\.(weight|biases|scales)",
     ),
+    "biases of a router missing": (
+        drop(f"{MOE}gate.biases"),
+        r"layer 1: 1 tensor is missing \(.*layers\.1\.mlp\.gate\.biases\)",
+    ),
+    "scales of a router missing": (
+        drop(f"{MOE}gate.scales"),
+        r"layer 1: 1 tensor is missing \(.*layers\.1\.mlp\.gate\.scales\)",
+    ),
+    "biases of key rows missing": (
+        drop(f"{LAYER}self_attn.k_proj.biases"),
+        r"layer 1: 1 tensor is missing \(k_proj\.biases\)",
+    ),
+    "biases of all rows missing": (
+        drop(*(f"{LAYER}self_attn.{name}_proj.biases" for name in "qkv")),
+        r"layer 1: 3 tensors are missing \(q_proj\.biases, k_proj\.biases, v_proj",
+    ),
+    "biases of an output missing": (
+        drop(f"{LAYER}self_attn.o_proj.biases"),
+        r"layer 1: 1 tensor is missing \(.*self_attn\.o_proj\.biases\)",
+    ),
     "key rows missing": (
         drop(f"{LAYER}self_attn.k_proj.scales"),
         r"layer 1: 1 tensor is missing \(k_proj\.scales\)",

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .agreement import check_agreement, check_scale_bytes
 from .foreign import refuse_foreign_tensors
 from .names import PREFIX, Placement, layer_of, parts_of, place_all
-from .stored_format import StoredFormat
+from .stored_format import PACKED, StoredFormat
 
 Weights = dict[str, mx.array]
 Shapes = dict[str, tuple[int, ...]]
@@ -26,8 +26,6 @@ Shapes = dict[str, tuple[int, ...]]
 Parts = dict[int, str]
 
 _SUFFIXES = ("weight", "scales", "biases")
-
-_PACKED = (mx.uint32, mx.uint8)
 
 
 def module_weights(
@@ -145,8 +143,9 @@ def _fuse(
     }
     stored = tensors.get("weight", {})
     scales, biases = tensors.get("scales", {}), tensors.get("biases", {})
-    packed = {part for part, tensor in stored.items() if tensor.dtype in _PACKED}
-    if len(stored) < total or not packed == set(scales) >= set(biases):
+    packed = {part for part, tensor in stored.items() if tensor.dtype in PACKED}
+    affine = {part for part, tensor in scales.items() if tensor.dtype != mx.uint8}
+    if len(stored) < total or packed != set(scales) or affine != set(biases):
         named = (name for parts in suffixes.values() for name in parts.values())
         return {name: weights[name] for name in named}
     ordered = range(total)
@@ -203,9 +202,13 @@ def _split_kv_b(placed: Weights, base: str, args: TextArgs) -> None:
     no packing survives: it becomes dense.
     """
     weight, scales = placed[f"{base}.weight"], placed.get(f"{base}.scales")
-    if weight.dtype in _PACKED and scales is None:
+    if weight.dtype in PACKED and scales is None:
         return  # the scales may come with other shards
-    biases = placed.get(f"{base}.biases")
+    biases, packing = placed.get(f"{base}.biases"), None
+    if scales is not None:
+        packing = StoredFormat.of_tensors(base, weight, scales, args.kv_lora_rank)
+        if not packing.is_whole(biases):
+            return
     for suffix in _SUFFIXES:
         placed.pop(f"{base}.{suffix}", None)
     attention = base.removesuffix(".kv_b_proj")
@@ -219,8 +222,7 @@ def _split_kv_b(placed: Weights, base: str, args: TextArgs) -> None:
             values = mx.contiguous(by_head(tensor)[:, nope:])
             placed[f"{attention}.unembed_out.{suffix}"] = values
     dense = weight
-    if scales is not None:
-        packing = StoredFormat.of_tensors(base, weight, scales, args.kv_lora_rank)
+    if packing is not None and scales is not None:
         dense = packing.densify(weight, scales, biases)
     keys = mx.contiguous(by_head(dense)[:, :nope].swapaxes(-1, -2))
     placed[f"{attention}.embed_q.weight"] = keys
@@ -278,8 +280,12 @@ def _dequantize_routers(placed: Weights, shapes: Shapes) -> None:
         weight, inputs = placed.get(f"{base}.weight"), shapes.get(f"{base}.weight")
         if weight is None or inputs is None:
             continue
-        scales, biases = placed.pop(key), placed.pop(f"{base}.biases", None)
+        scales, biases = placed[key], placed.get(f"{base}.biases")
         stored = StoredFormat.of_tensors(base, weight, scales, inputs[-1])
+        if not stored.is_whole(biases):
+            continue  # the biases may come with other shards
+        del placed[key]
+        placed.pop(f"{base}.biases", None)
         placed[f"{base}.weight"] = stored.dequantize(weight, scales, biases)
         found.append(layer_of(key) or 0)
     if found:

@@ -7,6 +7,9 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 
+#: Integers that hold packed codes; bytes only in the source's per-expert tensors.
+PACKED = (mx.uint32, mx.uint8)
+
 #: (bits, group size) of the modes whose scales are bytes.
 _BYTE_SCALE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
@@ -62,6 +65,10 @@ class StoredFormat:
     def of_entry(cls, entry: dict[str, Any]) -> "StoredFormat":
         """The format that a quantisation entry of ``config.json`` names."""
         return cls(entry.get("mode", "affine"), entry["bits"], entry["group_size"])
+
+    def is_whole(self, biases: mx.array | None) -> bool:
+        """Whether a packed weight can be made dense: affine codes need biases."""
+        return biases is not None or self.mode != "affine"
 
     def dequantize(
         self, weight: mx.array, scales: mx.array, biases: mx.array | None

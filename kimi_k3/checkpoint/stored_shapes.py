@@ -5,15 +5,12 @@ import mlx.core as mx
 from ..config import TextArgs
 from ..errors import CheckpointError
 from .names import Placement, biases_name, scales_name
-from .stored_format import StoredFormat
+from .stored_format import PACKED, StoredFormat
 
 Weights = dict[str, mx.array]
 Shapes = dict[str, tuple[int, ...]]
 
 _FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-
-#: Integers that hold packed codes; uint8 only in the source's per-expert tensors.
-_PACKED = (mx.uint32, mx.uint8)
 
 
 def check_shapes(
@@ -41,7 +38,7 @@ def check_shapes(
         wanted = dense_shape(placement, args, shapes)
         if wanted is None:
             continue
-        if tensor.dtype in _PACKED or not placement.key.endswith(".weight"):
+        if tensor.dtype in PACKED or not placement.key.endswith(".weight"):
             _check_packed(name, placement, tensor, wanted)
         else:
             _check_dense(name, tensor, wanted)
@@ -120,7 +117,7 @@ def _check_scales(
     biases: mx.array | None,
     wanted: tuple[int, ...],
 ) -> None:
-    if tensor.dtype not in _PACKED:
+    if tensor.dtype not in PACKED:
         raise CheckpointError(
             f"{name} is {tensor.dtype} and has scales beside it; packed codes are "
             "integers. The folder mixes shards of two builds."

@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..config import ModelArgs
 from ..errors import CheckpointError
 from .names import Placement, place, scales_name
-from .stored_format import StoredFormat
+from .stored_format import PACKED, StoredFormat
 from .stored_shapes import dense_shape
 
 Weights = dict[str, mx.array]
@@ -40,7 +40,7 @@ def check_widths(
             continue
         wanted = dense_shape(placement, args.text_config, shapes)
         scales = weights.get(scales_name(name))
-        if wanted is None or (scales is None and _is_packed(weights[name])):
+        if wanted is None or (scales is None and weights[name].dtype in PACKED):
             continue  # its scales may come with other shards
         stored = None
         if scales is not None:
@@ -76,10 +76,6 @@ def width_entries(args: ModelArgs) -> dict[tuple[str, int | None], list[Entry]]:
 def _with_defaults(entry: Any, block: dict[str, Any]) -> dict[str, Any]:
     """``true`` stands for the block's own width."""
     return block if entry is True else entry
-
-
-def _is_packed(tensor: mx.array) -> bool:
-    return tensor.dtype in (mx.uint32, mx.uint8)
 
 
 def _check(

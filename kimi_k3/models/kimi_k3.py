@@ -100,7 +100,7 @@ class Model(nn.Module):
                 list[tuple[str, mx.array]], tree_flatten(self.parameters())
             )
             check_complete(
-                {name: array.shape for name, array in file_or_weights},
+                dict(file_or_weights),
                 {name: array.shape for name, array in parameters},
                 self.args.text_config,
             )
