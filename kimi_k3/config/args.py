@@ -98,6 +98,7 @@ class TextArgs:
     norm_type: str = "rmsnorm"
     expert_counts: tuple[int, ...] | None = None
     expert_bank_split: tuple[int, ...] | None = None
+    expert_top_p: float | None = None
 
     def is_kda_layer(self, layer: int) -> bool:
         """Whether 0-based ``layer`` is Kimi Delta Attention (else it is MLA)."""
@@ -179,7 +180,10 @@ class ModelArgs:
 
     @classmethod
     def from_dict(cls, params: Any) -> "ModelArgs":
-        """Read a parsed ``config.json``; a flat one is taken as its ``text_config``."""
+        """Read a parsed ``config.json``; a flat one is taken as its ``text_config``.
+
+        ``expert_top_p`` may also stand at the top, where hosts put options, and wins.
+        """
         from ..checkpoint.foreign import refuse_foreign_config
 
         params = checks.require_object(params, "config.json")
@@ -187,6 +191,9 @@ class ModelArgs:
         text = params.get("text_config")
         if text is None:
             text = {k: v for k, v in params.items() if k != "model_type"}
+        elif "expert_top_p" in params and not isinstance(text, TextArgs):
+            text = checks.require_object(text, "text_config")
+            text = text | {"expert_top_p": params["expert_top_p"]}
         if not isinstance(text, TextArgs):
             text = TextArgs.from_dict(text)
         vision = params.get("vision_config")

@@ -110,6 +110,8 @@ def _check_range(key: str, value: Any, where: str) -> None:
     least = 0 if key in MAY_BE_ZERO else 1
     if key == "gate_lower_bound":
         wanted, fits = "a number below 0", value < 0
+    elif key == "expert_top_p":
+        wanted, fits = "a number above 0 and at most 1", 0 < value <= 1
     elif key in ("rms_norm_eps", "routed_scaling_factor") or "beta" in key:
         wanted, fits = "a number above 0", value > 0
     else:

@@ -60,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "norm_type": "rmsnorm",
     "expert_counts": None,  # num_experts in every MoE layer
     "expert_bank_split": None,  # one bank in every layer
+    "expert_top_p": None,  # every chosen expert runs
 }
 
 #: The same for ``text_config.linear_attn_config``.

@@ -1,0 +1,117 @@
+"""How routed pairs, a token and one of its experts each, go through expert matmuls.
+
+Three forms, all the same sum:
+
+- *gathered*: every pair is a row, in the order of the tokens; nothing waits.
+- *sorted*: rows in the order of their experts, so that each expert is read once.
+- *partitioned*: sorted, and cut where one bank ends and the next begins, so that a bank
+  runs its own pairs only and slots of weight 0 run nowhere. The cuts are read by the
+  host, once a layer and call.
+"""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..kernels._common import runs_on_cpu
+
+#: From this many routed pairs on, pairs are sorted by expert before the matmuls.
+SORT_FROM_PAIRS = 64
+
+#: MLX's grouped matmul on a GPU starts at this many pairs per expert. Below it nothing
+#: is gained by sorting, and decoding, which must not wait for the host, stays below.
+GROUPED_FROM_PAIRS_PER_EXPERT = 4
+
+#: Sorted matmuls of more rows go wrong unless 64 divides them (ml-explore/mlx#3856).
+MOST_ROWS = 32768
+
+#: On the CPU a read by the host is worth it from this many weights on that the other
+#: bank would multiply for nothing: pairs times width times inner width.
+PARTITION_FROM_WEIGHTS = 32_768
+
+
+class Bank(Protocol):
+    """Runs rows (n, 1, D) through the experts of ids (n,) of its own, from 0 on."""
+
+    def run_pairs(self, x: mx.array, ids: mx.array, is_sorted: bool) -> mx.array: ...
+
+
+def run_gathered(bank: Bank, x: mx.array, ids: mx.array) -> mx.array:
+    """(..., D) and ids (..., K) → (..., K, D)."""
+    return bank.run_pairs(x[..., None, None, :], ids, False).squeeze(-2)
+
+
+def run_sorted(bank: Bank, x: mx.array, ids: mx.array) -> mx.array:
+    """(..., D) and ids (..., K) → (..., K, D)."""
+    order = mx.argsort(ids.flatten())
+    rows = x.reshape(-1, x.shape[-1])[order // ids.shape[-1]]
+    out = run_rows(bank, rows, ids.flatten()[order])[mx.argsort(order)]
+    return out.reshape(*ids.shape, -1)
+
+
+def run_rows(bank: Bank, rows: mx.array, ids: mx.array) -> mx.array:
+    """Rows (n, D) in ascending order of their ids (n,) → (n, D), guarded.
+
+    A sorted matmul gets contiguous rows (ml-explore/mlx#4055, #4253) and no more of
+    them than :data:`MOST_ROWS`.
+    """
+    parts = []
+    for start in range(0, len(ids), MOST_ROWS):
+        part = slice(start, start + MOST_ROWS)
+        x = mx.contiguous(rows[part]).reshape(-1, 1, rows.shape[-1])
+        parts.append(bank.run_pairs(x, mx.contiguous(ids[part]), True).squeeze(-2))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def run_partitioned(
+    banks: list[tuple[Bank, int]],
+    x: mx.array,
+    ids: mx.array,
+    used: mx.array | None = None,
+) -> mx.array:
+    """(..., D) and ids (..., K) → (..., K, D), each pair through its own bank only.
+
+    Args:
+        banks: each with its number of experts; ids count through all of them.
+        used: (..., K); slots where it is False are not run, and are 0 in the result.
+    """
+    count = sum(size for _, size in banks)
+    flat = ids.flatten().astype(mx.int32)
+    if used is not None:
+        flat = mx.where(used.flatten(), flat, count)
+    order = mx.argsort(flat)
+    firsts = [sum(size for _, size in banks[:i]) for i in range(len(banks) + 1)]
+    below = (flat[:, None] < mx.array(firsts[1:])).sum(axis=0)
+    cuts: list[int] = [0, *below.tolist()]  # pyright: ignore[reportGeneralTypeIssues]
+
+    x = x.reshape(-1, x.shape[-1])
+    parts = []
+    for (bank, _), first, start, stop in zip(
+        banks, firsts[:-1], cuts[:-1], cuts[1:], strict=True
+    ):
+        if start < stop:
+            own = order[start:stop]
+            parts.append(run_rows(bank, x[own // ids.shape[-1]], flat[own] - first))
+    if cuts[-1] < ids.size:
+        parts.append(mx.zeros((ids.size - cuts[-1], x.shape[-1]), x.dtype))
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return out[mx.argsort(order)].reshape(*ids.shape, -1)
+
+
+def should_partition(
+    pairs: int, weights: int, experts: int, two_banks: bool, skips: bool
+) -> bool:
+    """Whether the host reads where the banks' pairs begin.
+
+    Args:
+        pairs: routed pairs of this call.
+        weights: weights of one matrix of one expert.
+        experts: experts of the layer.
+        two_banks: whether a form without the read would run every pair twice.
+        skips: whether slots of weight 0 are to be expected.
+    """
+    if not two_banks and not skips:
+        return False
+    if runs_on_cpu():
+        return pairs * weights >= PARTITION_FROM_WEIGHTS
+    return pairs >= GROUPED_FROM_PAIRS_PER_EXPERT * experts
