@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache
 from oracle_kda import KdaState
 from oracle_pair import MODULE, SIZES, Pair, float64, make_pair
 
-from kimi_k3.models import kda
+from kimi_k3.kernels import kda_prefill as kda
 
 LAYER = 1
 

@@ -37,7 +37,7 @@ def case(tokens: int, heads: int = 3, K: int = 32, V: int = 32, rows: int = 2) -
 
 
 def truth(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    x = {n: None if v is None else float64(v) for n, v in given.items()}
+    x = {name: float64(array) for name, array in given.items()}
     decay, beta, mask = np.exp(x["log_decay"]), x["beta"], given.get("mask")
     if mask is not None:
         real = np.array(mask)

@@ -1,7 +1,6 @@
 """Kimi Delta Attention (KDA), the linear attention of three layers in four.
 
-Reference: ``KimiDeltaAttention`` in Moonshot's ``modeling_kimi_linear.py`` and the
-``kda`` operators of flash-linear-attention.
+Reference: ``KimiDeltaAttention`` in Moonshot's ``modeling_kimi_linear.py``.
 """
 
 from typing import Any
@@ -11,34 +10,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..config import TextArgs
-from ..kernels._common import compiled_on_gpu
-from ..kernels.kda_recurrence import kda_recurrence
-
-#: Added to the *sum* of squares of a query or key head before the square root.
-L2_NORM_EPS = 1e-6
-
-
-@compiled_on_gpu
-def log_decay(
-    gate: mx.array, A_log: mx.array, dt_bias: mx.array, lower_bound: float | None
-) -> mx.array:
-    """Log of the forget gate per head and channel, (B, T, H, K), float32, at most 0.
-
-    ``gate`` is (B, T, H, K), ``A_log`` (H,) and ``dt_bias`` (H, K). With a lower bound
-    it is ``lower_bound · sigmoid(exp(A_log) · (gate + dt_bias))``, a sigmoid and not a
-    clamp; without one, ``-exp(A_log) · softplus(gate + dt_bias)`` as in Kimi-Linear.
-    """
-    rate = mx.exp(A_log.astype(mx.float32))[:, None]
-    gate = gate.astype(mx.float32) + dt_bias.astype(mx.float32)
-    if lower_bound is not None:
-        return lower_bound * mx.sigmoid(rate * gate)
-    return -rate * nn.softplus(gate)
-
-
-def l2_normalize(x: mx.array, scale: float = 1.0) -> mx.array:
-    """``x`` divided by its L2 norm over the last axis, times ``scale``, float32."""
-    x = x.astype(mx.float32)
-    return x * (mx.rsqrt(mx.square(x).sum(-1, keepdims=True) + L2_NORM_EPS) * scale)
+from ..kernels.kda_decode import MAX_TOKENS, kda_decode
+from ..kernels.kda_prefill import kda_prefill
 
 
 class DepthwiseConv(nn.Module):
@@ -51,34 +24,11 @@ class DepthwiseConv(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution followed by SiLU, in float32, with a state."""
+    """Gives the convolution's weight the name that builds store it under."""
 
     def __init__(self, channels: int, width: int):
         super().__init__()
-        self.width = width
         self.conv = DepthwiseConv(channels, width)
-
-    def __call__(
-        self, x: mx.array, state: mx.array | None, lengths: mx.array | None
-    ) -> tuple[mx.array, mx.array]:
-        """Convolve (B, T, C); the state is the last ``width - 1`` inputs, (B, 3, C).
-
-        ``lengths`` (B,) says how many of the T tokens of a row are real when rows are
-        padded on the right; the state is then taken at each row's own end.
-        """
-        B, T, C = x.shape
-        kept = self.width - 1
-        if state is None:
-            state = mx.zeros((B, kept, C), dtype=x.dtype)
-        window = mx.concatenate([state, x], axis=1)
-        weight = self.conv.weight.astype(mx.float32)[..., 0].T
-        convolved = sum(window[:, i : i + T] * weight[i] for i in range(self.width))
-        if lengths is None:
-            state = mx.contiguous(window[:, -kept:])
-        else:
-            first = mx.clip(lengths, 0, T)[:, None] + mx.arange(kept)
-            state = mx.take_along_axis(window, first[..., None], axis=1)
-        return nn.silu(convolved).astype(x.dtype), state
 
 
 class KimiDeltaAttention(nn.Module):
@@ -122,58 +72,37 @@ class KimiDeltaAttention(nn.Module):
     ) -> mx.array:
         """(B, T, D) → (B, T, D). ``mask`` (B, T) is False where a row is padded."""
         B, T, _ = x.shape
-        conv_state, state, lengths = None, None, None
-        if cache is not None:
-            conv_state, state, lengths = cache[0], cache[1], cache.lengths
-
         qkv = self.qkv_proj(x)
-        if mask is not None:
-            qkv = mx.where(mask[..., None], qkv, mx.zeros_like(qkv))
-        qkv, conv_state = self.qkv_conv(qkv, conv_state, lengths)
-        query, key, value = self._heads(qkv, 3)
-        query = l2_normalize(query, self.head_dim**-0.5)
-        key = l2_normalize(key)
-        (gate,) = self._heads(self.f_b_proj(self.f_a_proj(x)), 1)
-        if state is None:
-            shape = (B, self.num_heads, self.head_dim, self.head_dim)
-            state = mx.zeros(shape, dtype=mx.float32)
-
-        out, state = kda_recurrence(
-            query,
-            key,
-            value.astype(mx.float32),
-            log_decay(
-                gate,
-                self.A_log,
-                self.dt_bias.reshape(self.num_heads, self.head_dim),
-                self.lower_bound,
-            ),
-            mx.sigmoid(self.b_proj(x).astype(mx.float32)),
-            state,
-            mask,
-            training=self.training,
-        )
-        if cache is not None:
-            cache[0], cache[1] = conv_state, state
-            cache.advance(T)
-        return self.o_proj(self._gated_output(out, x))
-
-    def _gated_output(self, out: mx.array, x: mx.array) -> mx.array:
-        """RMS-norm each head of ``out`` and gate it, (B, T, H·V) in ``x``'s dtype."""
-        gate = (
+        gate = self.f_b_proj(self.f_a_proj(x))
+        output_gate = (
             self.g_proj(x)
             if self.use_full_rank_gate
             else self.g_b_proj(self.g_a_proj(x))
         )
-        (gate,) = self._heads(gate, 1)
-        out = self.o_norm(out.astype(mx.float32)) * mx.sigmoid(gate.astype(mx.float32))
-        return out.flatten(-2, -1).astype(x.dtype)
+        conv_weight = self.qkv_conv.conv.weight
+        conv_state, state, lengths = None, None, None
+        if cache is not None:
+            conv_state, state, lengths = cache[0], cache[1], cache.lengths
+        if conv_state is None:
+            shape = (B, conv_weight.shape[1] - 1, qkv.shape[-1])
+            conv_state = mx.zeros(shape, dtype=qkv.dtype)
+        if state is None:
+            shape = (B, self.num_heads, self.head_dim, self.head_dim)
+            state = mx.zeros(shape, dtype=mx.float32)
 
-    def _heads(self, x: mx.array, parts: int) -> list[mx.array]:
-        """Split (B, T, parts·H·K) into ``parts`` arrays of (B, T, H, K)."""
-        B, T, _ = x.shape
-        heads = x.reshape(B, T, parts, self.num_heads, self.head_dim)
-        return [heads[:, :, part] for part in range(parts)]
+        inputs = (qkv, gate, self.b_proj(x), output_gate, conv_state, state)
+        weights = (conv_weight, self.A_log, self.dt_bias, self.o_norm.weight)
+        inputs = (*inputs, *weights, self.lower_bound, self.o_norm.eps)
+        if T <= MAX_TOKENS and mask is None and lengths is None:
+            out, conv_state, state = kda_decode(*inputs, training=self.training)
+        else:
+            out, conv_state, state = kda_prefill(
+                *inputs, mask, lengths, training=self.training
+            )
+        if cache is not None:
+            cache[0], cache[1] = conv_state, state
+            cache.advance(T)
+        return self.o_proj(out)
 
 
 def cache_metadata(cache: Any) -> list[mx.array]:
