@@ -11,6 +11,7 @@ from ..config import TextArgs
 from ..kernels.router_logits import router_logits
 from ..kernels.select_experts import select_experts
 from .expert_banks import make_experts
+from .expert_top_p import keep_top_p
 from .mlp import MLP
 
 
@@ -60,7 +61,7 @@ class LatentMoE(nn.Module):
     def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Expert ids and combine weights of each token, (B, T, K), weights float32."""
         args = self.args
-        return select_experts(
+        ids, weights = select_experts(
             self.gate(x),
             self.e_score_correction_bias,
             args.num_experts_per_token,
@@ -70,6 +71,9 @@ class LatentMoE(nn.Module):
             args.routed_scaling_factor,
             training=self.training,
         )
+        if args.expert_top_p is not None:
+            weights = keep_top_p(weights, args.expert_top_p)
+        return ids, weights
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.sharding_group is not None:
