@@ -101,14 +101,31 @@ def _run(options: argparse.Namespace) -> object:
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="instead compare, time and tune each Metal kernel on this GPU",
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.kernels:
+        return _doctor_kernels(options.json)
     from .machine.doctor import diagnose
 
     report = diagnose()
     print(json.dumps(report.to_dict(), indent=2) if options.json else report.text())
     return 0 if report.healthy else 1
+
+
+def _doctor_kernels(as_json: bool) -> int:
+    # Before MLX reads it: the references are to be float32 in full.
+    os.environ["MLX_ENABLE_TF32"] = "0"
+    from .machine.kernels_check import check_kernels
+
+    report = check_kernels()
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report.text())
+    return 0 if report.passed else 1
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +197,10 @@ VERBS = {
     ),
     "doctor": Verb(
         "show versions, whose K3 class answers and why, the machine, and what to mend",
-        "  kimi-k3 doctor\n  kimi-k3 doctor --json\n\n"
-        "Exit code 1 if something stops K3 from running.\n",
+        "  kimi-k3 doctor\n  kimi-k3 doctor --json\n  kimi-k3 doctor --kernels\n\n"
+        "Exit code 1 if something stops K3 from running, or if a kernel is wrong.\n"
+        "With --kernels the fastest way to divide a kernel's work is kept for this chip\n"
+        "in ~/.cache/kimi-k3-mlx.\n",
         _doctor_arguments,
         _doctor,
     ),

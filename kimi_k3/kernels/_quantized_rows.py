@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ._common import runs_on_cpu
 
@@ -191,13 +192,6 @@ inline void kimi_k3_two_rows(const device T* x, const device W* left, const devi
 """
 
 
-class Tiling(NamedTuple):
-    """Rows a simdgroup multiplies at once, and simdgroups in a threadgroup."""
-
-    rows: int
-    simdgroups: int
-
-
 @dataclass(frozen=True)
 class ExpertMatrix:
     """One projection of all experts of a bank, as MLX stores it."""
@@ -328,3 +322,34 @@ def slot_template(ids: mx.array, weights: mx.array) -> list[tuple[str, Any]]:
     """
     small = ids.size < LEAST_BUFFER
     return [("ID", ids.dtype), ("WEIGHT", weights.dtype), ("SMALL", small)]
+
+
+#: Experts of an example: a token's sixteen, half of them in each bank.
+EXAMPLE_EXPERTS = 16
+
+
+def example_matrix(rng: np.random.Generator, rows: int, columns: int) -> BankedMatrix:
+    """Random experts in an mxfp4 and a 2-bit bank, values of about ``columns ** -0.5``."""
+    count, step = EXAMPLE_EXPERTS // 2, columns**-0.5
+
+    def codes(per_word: int) -> mx.array:
+        shape = (count, rows, columns // per_word)
+        return mx.array(rng.integers(0, 2**32, shape, np.uint32))
+
+    exponent = 127 + round(np.log2(step / 3))
+    groups = (count, rows, columns // 32)
+    scales = mx.array(rng.integers(exponent - 1, exponent + 2, groups, np.uint8))
+    high = ExpertMatrix(codes(8), scales, None, "mxfp4", 4, 32)
+    groups = (count, rows, columns // 64)
+    scales = mx.array(step * rng.uniform(0.5, 1.5, groups)).astype(mx.bfloat16)
+    low = ExpertMatrix(codes(16), scales, -1.5 * scales, "affine", 2, 64)
+    return BankedMatrix(high, low, count)
+
+
+def example_slots(rng: np.random.Generator) -> dict[str, mx.array]:
+    """Ids and weights of one token, both (1, 16)."""
+    weights = rng.random((1, EXAMPLE_EXPERTS), np.float32)
+    return {
+        "ids": mx.array(rng.permutation(EXAMPLE_EXPERTS)[None].astype(np.uint32)),
+        "weights": mx.array(weights / weights.sum()),
+    }

@@ -4,17 +4,21 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ._common import can_run_metal
 from ._quantized_rows import (
+    EXAMPLE_EXPERTS,
     FLOATS,
     HEADER,
     LEAST_BUFFER,
     BankedMatrix,
-    Tiling,
+    example_matrix,
+    example_slots,
     scalar,
     slot_template,
 )
+from ._tuned import Tiling, best_tiling
 
 _INPUTS = ["hidden", "ids", "weights", "split"]
 _MATRICES = [
@@ -85,7 +89,7 @@ def expert_down_combine_reference(
     down: BankedMatrix,
     dtype: mx.Dtype,
     *,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
 ) -> mx.array:
     """:func:`expert_down_combine` in MLX ops."""
     routed = down.multiply(hidden[..., None, :], ids).squeeze(-2)
@@ -99,7 +103,7 @@ def expert_down_combine(
     down: BankedMatrix,
     dtype: mx.Dtype,
     *,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
 ) -> mx.array:
     """``Σ weight · down(hidden)`` over the slots of every token.
 
@@ -109,8 +113,8 @@ def expert_down_combine(
         weights: routing weights, (tokens, K), float32; a slot of weight 0 reads nothing.
         down: (experts, width, inner) in two banks, or in one.
         dtype: of the result.
-        tiling: how the kernel divides its rows; changes no value of float32 but by the
-            order of the sum.
+        tiling: how the kernel divides its rows, by default as measured on this chip;
+            changes no value of float32 but by the order of the sum.
 
     Returns:
         (tokens, width), summed in float32.
@@ -118,6 +122,7 @@ def expert_down_combine(
     arguments = hidden, ids, weights, down, dtype
     if not (can_run_metal() and reads_down(down, dtype)):
         return expert_down_combine_reference(*arguments, tiling=tiling)
+    tiling = tiling or best_tiling("expert_down_combine", TILING)
     tokens, per_token = ids.shape
     simdgroups = min(tiling.simdgroups, per_token)
     inputs = [hidden, ids, weights, scalar(down.split)]
@@ -144,3 +149,15 @@ def expert_down_combine(
 def reads_down(down: BankedMatrix, dtype: mx.Dtype) -> bool:
     """Whether the kernel takes these: known widths of enough values."""
     return down.readable() and dtype in FLOATS and down.columns >= LEAST_BUFFER
+
+
+def example(rng: np.random.Generator) -> dict[str, Any]:
+    """Arguments at Kimi K3's shape: one token, 16 experts of 3072 → 3584."""
+    width, inner = 3584, 3072
+    hidden = rng.standard_normal((1, EXAMPLE_EXPERTS, inner), np.float32)
+    return {
+        "hidden": mx.array(hidden),
+        **example_slots(rng),
+        "down": example_matrix(rng, width, inner),
+        "dtype": mx.bfloat16,
+    }

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ._common import can_run_metal, constants, runs_on_cpu
 from ._quantized_rows import (
@@ -11,10 +12,12 @@ from ._quantized_rows import (
     HEADER,
     LEAST_BUFFER,
     BankedMatrix,
-    Tiling,
+    example_matrix,
+    example_slots,
     scalar,
     slot_template,
 )
+from ._tuned import Tiling, best_tiling
 from .situ import situ
 
 _INPUTS = ["x", "ids", "weights", "split", "betas"]
@@ -84,7 +87,7 @@ def expert_gate_up_reference(
     *,
     beta: float,
     linear_beta: float | None,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
 ) -> mx.array:
     """:func:`expert_gate_up` in MLX ops."""
     if runs_on_cpu():
@@ -108,7 +111,7 @@ def expert_gate_up(
     *,
     beta: float,
     linear_beta: float | None,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
 ) -> mx.array:
     """``SiTU(gate(x), up(x))`` of every routed pair.
 
@@ -118,7 +121,8 @@ def expert_gate_up(
         weights: routing weights, (tokens, K), float32; a slot of weight 0 reads nothing.
         gate, up: (experts, inner, width) in two banks, or in one.
         beta, linear_beta: of :func:`situ`.
-        tiling: how the kernel divides its rows; changes no value.
+        tiling: how the kernel divides its rows, by default as measured on this chip;
+            changes no value.
 
     Returns:
         (tokens, K, inner), float32; 0 in slots of weight 0.
@@ -128,6 +132,7 @@ def expert_gate_up(
         return expert_gate_up_reference(
             *arguments, beta=beta, linear_beta=linear_beta, tiling=tiling
         )
+    tiling = tiling or best_tiling("expert_gate_up", TILING)
     tokens, per_token = ids.shape
     betas = constants(beta, linear_beta or 1.0)
     inputs = [x, ids, weights, scalar(gate.split), betas]
@@ -159,3 +164,17 @@ def reads_gate_up(x: mx.array, gate: BankedMatrix, up: BankedMatrix) -> bool:
     alike = [bank.format for bank in gate.banks] == [bank.format for bank in up.banks]
     known = gate.readable() and up.readable() and x.dtype in FLOATS
     return alike and known and x.size >= LEAST_BUFFER
+
+
+def example(rng: np.random.Generator) -> dict[str, Any]:
+    """Arguments at Kimi K3's shape: one token, 16 experts of 3584 → 3072."""
+    width, inner = 3584, 3072
+    x = mx.array(rng.standard_normal((1, width), np.float32))
+    return {
+        "x": x.astype(mx.bfloat16),
+        **example_slots(rng),
+        "gate": example_matrix(rng, inner, width),
+        "up": example_matrix(rng, inner, width),
+        "beta": 4.0,
+        "linear_beta": 25.0,
+    }
