@@ -81,8 +81,7 @@ def run_partitioned(
         flat = mx.where(used.flatten(), flat, count)
     order = mx.argsort(flat)
     firsts = [sum(size for _, size in banks[:i]) for i in range(len(banks) + 1)]
-    below = (flat[:, None] < mx.array(firsts[1:])).sum(axis=0)
-    cuts: list[int] = [0, *below.tolist()]  # pyright: ignore[reportGeneralTypeIssues]
+    cuts = [0, *read_cuts((flat[:, None] < mx.array(firsts[1:])).sum(axis=0))]
 
     x = x.reshape(-1, x.shape[-1])
     parts = []
@@ -96,6 +95,11 @@ def run_partitioned(
         parts.append(mx.zeros((ids.size - cuts[-1], x.shape[-1]), x.dtype))
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     return out[mx.argsort(order)].reshape(*ids.shape, -1)
+
+
+def read_cuts(below: mx.array) -> list[int]:
+    """Pairs below the end of each bank: the only numbers the host waits for."""
+    return below.tolist()  # pyright: ignore[reportReturnType]
 
 
 def should_partition(
