@@ -176,6 +176,18 @@ def trace_kernels() -> Iterator[Launches]:
         yield launches
 
 
+@contextmanager
+def no_references() -> Iterator[None]:
+    """Inside, a call of any kernel's reference is an AssertionError."""
+    with ExitStack() as stack:
+        for module in _modules():
+            for name in [n for n in vars(module) if n.endswith("_reference")]:
+                error = AssertionError(f"{name} ran in place of its kernel")
+                patch = mock.patch.object(module, name, side_effect=error)
+                stack.enter_context(patch)
+        yield
+
+
 def _bits(array: mx.array) -> bytes:
     return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8)).tobytes()
 
