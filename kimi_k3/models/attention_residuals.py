@@ -54,7 +54,7 @@ def mix(
         stack.inverse_rms,
         prefix,
         norm.weight,
-        projection.weight[0],
+        projection.weight.flatten(),
         stack.eps,
         training=norm.training,
     )

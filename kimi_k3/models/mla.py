@@ -11,6 +11,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.mla import MultiLinear
 
 from ..config import TextArgs
+from ..kernels._common import compiled_on_gpu
 
 #: The latent norms have an epsilon of their own, not ``rms_norm_eps``.
 LATENT_NORM_EPS = 1e-6
@@ -92,7 +93,7 @@ class GatedMLA(nn.Module):
             out = self.unembed_out(out).astype(dtype)
         out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)
         if self.use_gate:
-            out = out * mx.sigmoid(self.g_proj(x))
+            out = gated(out, self.g_proj(x))
         return self.o_proj(out)
 
     def _queries(self, x: mx.array) -> mx.array:
@@ -110,6 +111,12 @@ class GatedMLA(nn.Module):
             self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1
         )
         return self.kv_a_layernorm(latent)[:, None], shared[:, None]
+
+
+@compiled_on_gpu
+def gated(out: mx.array, gate: mx.array) -> mx.array:
+    """``out`` times the sigmoid of ``gate``, both (B, T, H·V)."""
+    return out * mx.sigmoid(gate)
 
 
 def fetch(cache: Any, latent: mx.array, shared: mx.array) -> tuple[mx.array, mx.array]:
