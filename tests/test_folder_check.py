@@ -13,6 +13,7 @@ from damage import GRADED, copy_folder, edit_config, edit_map, edit_text_config,
 from golden_data import DATA, Case
 from tiny_k3 import write_t2
 
+from kimi_k3.checkpoint import sanitize
 from kimi_k3.checkpoint.source_layout import (
     full_size_config,
     shard_name,
@@ -70,6 +71,17 @@ def test_notes_tell_what_does_not_hinder(graded: Path) -> None:
         r"total_size of 7 bytes",
     ):
         assert said in notes
+
+
+def test_no_value_is_looked_at(graded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("a stand-in was evaluated")
+
+    monkeypatch.setattr(sanitize, "check_scale_bytes", never)
+    monkeypatch.setattr(sanitize, "_warn_of_padding", never)
+    for name in ("eval", "any"):
+        monkeypatch.setattr(mx, name, never)
+    check_folder(graded)
 
 
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:

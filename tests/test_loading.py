@@ -152,6 +152,24 @@ def test_no_python_file_of_a_checkpoint_runs(
     assert not mark.exists()
 
 
+def test_mlx_lm_is_told_not_to_trust(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    load = mlx_lm.load
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        given.update(kwargs)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(mlx_lm, "load", noted)
+    options = {"trust_remote_code": True, "padding_side": "left"}
+    kimi_k3.load(source, lazy=True, tokenizer_config=options)
+    assert given["trust_remote_code"] is False
+    assert given["tokenizer_config"] == {**options, "trust_remote_code": False}
+    assert options["trust_remote_code"] is True, "the caller's own was changed"
+
+
 def test_traps_do_spring(trapped: tuple[Path, Path]) -> None:
     """Broken twin: a Python that runs one of the files leaves the mark."""
     folder, mark = trapped

@@ -48,8 +48,7 @@ def module_weights(
         check_scale_bytes(weights)
     placed = _fuse_parts(weights, placements, text, shapes)
     if text.tie_word_embeddings:
-        for suffix in _SUFFIXES:
-            placed.pop(f"{PREFIX}lm_head.{suffix}", None)
+        placed.pop(f"{PREFIX}lm_head.weight", None)
     padded = []
     for key in list(placed):
         if key.endswith(".self_attn.kv_b_proj.weight"):
@@ -256,9 +255,9 @@ def _warn_of_padding(padded: list[tuple[str, mx.array]]) -> None:
 
 
 def _drop_orphans(placed: Weights) -> None:
-    """Leave out scales and biases whose weight comes with other shards.
+    """Leave out scales and biases without a weight: mlx-lm looks theirs up.
 
-    mlx-lm looks up the weight of all scales that it is given.
+    It comes with other shards, or the model has no use for it.
     """
     for key in [k for k in placed if k.endswith((".scales", ".biases"))]:
         if f"{key.rpartition('.')[0]}.weight" not in placed:
