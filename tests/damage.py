@@ -1,6 +1,7 @@
 """Copies of small checkpoints, damaged in one way each."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from golden_data import DATA
 
 import kimi_k3
+from kimi_k3.build.verify import verify_build
 from kimi_k3.errors import KimiK3Error
 from kimi_k3.folder_check import check_folder
 
@@ -23,12 +25,15 @@ Tensors = dict[str, mx.array]
 
 
 def refuse(folder: Path, kind: type[KimiK3Error], message: str) -> None:
-    """The folder check and ``load`` raise exactly ``kind`` with ``message`` in it."""
+    """Folder check and ``load`` raise ``kind`` with ``message``; verify lists it."""
     for look in (check_folder, kimi_k3.load):
         with pytest.raises(kind, match=message) as caught:
             look(folder)
         assert caught.type is kind
         assert len(str(caught.value)) < 600
+    report = verify_build(folder)
+    assert not report.passed
+    assert any(re.search(message, fault.what) for fault in report.faults)
 
 
 def copy_folder(source: Path, target: Path) -> Path:
