@@ -1,11 +1,14 @@
 """Expert matrices of every width, and what the expert kernels must give, in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from closeness import to_numpy
+from closeness import relative_error, to_numpy
+from metalsim import MetalSimError
 from oracles import situ
+from simulated import run_kernels
 
 from kimi_k3.kernels._quantized_rows import BankedMatrix, ExpertMatrix
 
@@ -18,7 +21,7 @@ WIDTHS: dict[str, Width] = {
     "nvfp4": ("nvfp4", 4, 16),
     **{
         f"affine{bits}-{group}": ("affine", bits, group)
-        for bits in (2, 3, 4, 6, 8)
+        for bits in (2, 3, 4, 5, 6, 8)
         for group in (32, 64, 128)
     },
 }
@@ -63,15 +66,23 @@ def bank_pair(
     return BankedMatrix(first, second, split)
 
 
-def values(matrix: ExpertMatrix) -> np.ndarray:
-    """What a bank stores, as float64 (E, rows, columns)."""
-    scales, biases = matrix.scales, matrix.biases
+def values(banked: BankedMatrix, expert: int) -> np.ndarray:
+    """What is stored of one expert, as float64 (rows, columns)."""
+    low = expert >= banked.split
+    matrix = banked.low if low else banked.high
+    assert matrix is not None
+    place = expert - banked.split if low else expert
+    weight, scales, biases = (
+        None if array is None else array[place]
+        for array in (matrix.weight, matrix.scales, matrix.biases)
+    )
+    assert weight is not None
     if scales is None:
-        return to_numpy(matrix.weight).astype(np.float64)
+        return to_numpy(weight).astype(np.float64)
     if biases is not None:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     dense = mx.dequantize(
-        matrix.weight,
+        weight,
         scales,
         biases,
         group_size=matrix.group_size,
@@ -82,10 +93,6 @@ def values(matrix: ExpertMatrix) -> np.ndarray:
     return to_numpy(dense).astype(np.float64)
 
 
-def all_values(banked: BankedMatrix) -> np.ndarray:
-    return np.concatenate([values(bank) for bank in banked.banks])
-
-
 def oracle_gate_up(
     x: Any,
     ids: Any,
@@ -94,30 +101,53 @@ def oracle_gate_up(
     up: BankedMatrix,
     *,
     beta: float,
-    linear_beta: float,
+    linear_beta: float | None,
 ) -> np.ndarray:
     """``expert_gate_up`` in float64."""
-    gates, ups = all_values(gate), all_values(up)
-    x, ids = to_numpy(x).astype(np.float64), to_numpy(ids)
-    hidden = np.stack(
-        [
-            [situ(gates[e] @ row, ups[e] @ row, beta, linear_beta) for e in chosen]
-            for row, chosen in zip(x, ids, strict=True)
-        ]
-    )
-    return np.where(to_numpy(weights)[..., None] != 0, hidden, 0.0)
+    x = to_numpy(x).astype(np.float64)
+    ids, weights = to_numpy(ids), to_numpy(weights)
+    hidden = np.zeros((*ids.shape, gate.rows))
+    for expert in np.unique(ids):
+        taken = (ids == expert) & (weights != 0)
+        rows = x[np.nonzero(taken)[0]]
+        gates, ups = rows @ values(gate, expert).T, rows @ values(up, expert).T
+        hidden[taken] = situ(gates, ups, beta, linear_beta)
+    return hidden
 
 
 def oracle_down_combine(
     hidden: Any, ids: Any, weights: Any, down: BankedMatrix
 ) -> np.ndarray:
     """``expert_down_combine`` in float64."""
-    downs = all_values(down)
-    hidden, ids = to_numpy(hidden).astype(np.float64), to_numpy(ids)
-    weights = to_numpy(weights).astype(np.float64)
-    return np.stack(
-        [
-            sum(w * (downs[e] @ h) for h, e, w in zip(*token, strict=True))
-            for token in zip(hidden, ids, weights, strict=True)
-        ]
-    )
+    hidden = to_numpy(hidden).astype(np.float64)
+    ids, weights = to_numpy(ids), to_numpy(weights).astype(np.float64)
+    routed = np.zeros((*ids.shape, down.rows))
+    for expert in np.unique(ids):
+        taken = ids == expert
+        routed[taken] = hidden[taken] @ values(down, expert).T
+    return (routed * weights[..., None]).sum(axis=-2)
+
+
+def neighbours() -> list[tuple[str, str]]:
+    """Every width once, two and two: one for each bank."""
+    names = [*WIDTHS, *DENSE]
+    return [(names[i], names[(i + 1) % len(names)]) for i in range(0, len(names), 2)]
+
+
+def routed_slots(tokens: int, slots: int, experts: int) -> tuple[mx.array, mx.array]:
+    """Ids, some of them repeated, and weights, some of them 0, (tokens, slots)."""
+    keys = mx.random.split(mx.random.key(100 * tokens + slots), 2)
+    ids = mx.random.randint(0, experts, (tokens, slots), key=keys[0])
+    weights = mx.random.uniform(shape=(tokens, slots), key=keys[1])
+    return ids.astype(mx.uint32), mx.where(weights < 0.15, 0.0, weights)
+
+
+def is_wrong(call: Callable[[], mx.array], want: np.ndarray) -> bool:
+    """Whether a kernel with a fault is found out: by its values, or by the simulator."""
+    try:
+        with run_kernels() as launches:
+            got = call()
+    except MetalSimError:
+        return True
+    assert launches.records, "no kernel ran: the reference answered"
+    return relative_error(mx.nan_to_num(got), want) > 1e-2

@@ -14,7 +14,7 @@ MODES = {"dense": 0, "affine": 1, "mxfp4": 2, "nvfp4": 3, "mxfp8": 4}
 
 #: Bits and group sizes that the Metal code reads.
 WIDTHS = {
-    "affine": ((2, 3, 4, 6, 8), (32, 64, 128)),
+    "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)),
     "mxfp4": ((4,), (32,)),
     "nvfp4": ((4,), (16,)),
     "mxfp8": ((8,), (32,)),
