@@ -1,5 +1,6 @@
 """Down projection and weighted sum: kernel, reference, float64 and MLX's own values."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from kimi_k3.kernels.expert_down_combine import (
     expert_down_combine,
     expert_down_combine_reference,
 )
-from kimi_k3.kernels.expert_gate_up import expert_gate_up
+from kimi_k3.kernels.expert_gate_up import expert_gate_up, expert_gate_up_reference
 
 NAME = "kimi_k3_expert_down_combine"
 
@@ -225,9 +226,38 @@ def test_both_kernels_at_the_size_of_kimi_k3() -> None:
         got = expert_down_combine(**second)
     assert launches.names == {"kimi_k3_expert_gate_up", NAME}
     assert second["down"].high.weight.shape == (8, 3584, 3072 // 8)
-    want = oracle_gate_up(**first)
-    assert_close(hidden, want, rel=EXACT, where="hidden")
-    assert_close(got, truth(second | {"hidden": want}), rel=EXACT, where="combined")
+    reference = expert_gate_up_reference(**first)
+    assert_close(hidden, reference, rel=EXACT, where="hidden")
+    reference = expert_down_combine_reference(**second)
+    assert_close(got, reference, rel=EXACT, where="combined")
+    for name in ("gate", "up"):
+        first[name] = some_rows(first[name])
+    second["down"] = some_rows(second["down"])
+    where = "rows in float64"
+    assert_close(
+        hidden[..., ::ROW_STEP], oracle_gate_up(**first), rel=EXACT, where=where
+    )
+    assert_close(got[..., ::ROW_STEP], truth(second), rel=EXACT, where=where)
+
+
+#: Of the rows of a large matrix, every so many are looked at in float64.
+ROW_STEP = 61
+
+
+def some_rows(banked: BankedMatrix) -> BankedMatrix:
+    """Every ROW_STEP-th row of all experts."""
+
+    def taken(matrix: ExpertMatrix | None) -> ExpertMatrix | None:
+        if matrix is None:
+            return None
+        arrays = {
+            name: array[:, ::ROW_STEP]
+            for name in ("weight", "scales", "biases")
+            if (array := getattr(matrix, name)) is not None
+        }
+        return replace(matrix, **arrays)
+
+    return BankedMatrix(taken(banked.high), taken(banked.low), banked.split)
 
 
 def test_small_buffers_take_the_reference() -> None:
