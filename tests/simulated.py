@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -34,13 +34,19 @@ real_metal_kernel = mx.fast.metal_kernel
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel; ``name`` is the one given to ``metal_kernel``."""
+    """One launch: what ``metal_kernel`` and then its kernel were called with."""
 
-    name: str
-    inputs: dict[str, mx.array]
-    grid: tuple[int, ...]
-    threadgroup: tuple[int, ...]
-    template: dict[str, Any]
+    definition: dict[str, Any]
+    call: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.definition["name"]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        names = self.definition["input_names"]
+        return dict(zip(names, self.call["inputs"], strict=True))
 
 
 @dataclass
@@ -118,16 +124,11 @@ def _kernels_made_by(make: MakeKernel, **switches: bool) -> Iterator[Launches]:
     launches = Launches()
     modules = _modules()
 
-    def metal_kernel(
-        name: str, input_names: Sequence[str], *args: Any, **kwargs: Any
-    ) -> Callable[..., Any]:
-        run = make(name, input_names, *args, **kwargs)
+    def metal_kernel(**definition: Any) -> Callable[..., Any]:
+        run = make(**definition)
 
         def call(**call: Any) -> Any:
-            inputs = dict(zip(input_names, call["inputs"], strict=True))
-            template = dict(call.get("template") or ())
-            grid, threadgroup = tuple(call["grid"]), tuple(call["threadgroup"])
-            launches.records.append(Launch(name, inputs, grid, threadgroup, template))
+            launches.records.append(Launch(definition, call))
             return run(**call)
 
         return call
@@ -149,8 +150,8 @@ def run_kernels(options: Options | None = None, **changes: Any) -> Iterator[Laun
     """Kernels run inside, by the package's own rules; ``changes`` are Options' fields."""
     options = options or Options(**changes)
 
-    def simulate(*args: Any, **kwargs: Any) -> SimulatedKernel:
-        return SimulatedKernel(*args, options=options, **kwargs)
+    def simulate(**definition: Any) -> SimulatedKernel:
+        return SimulatedKernel(**definition, options=options)
 
     make: Any = real_metal_kernel if has_gpu() else simulate
     with _kernels_made_by(make, can_run_metal=True) as launches:

@@ -77,6 +77,16 @@ REJECTED_TEXT = {
         "out[0] = max(a[0], 0.0f);",
         "no matching function",
     ),
+    "threadgroup variable in a block": (
+        "if (a[0] < 1) { threadgroup float s[4]; s[0] = 1; out[0] = s[0]; }",
+        "threadgroup float s[4]; if (a[0] < 1) { s[0] = 1; out[0] = s[0]; }",
+        "inside a block, kernel line 1",
+    ),
+    "lambda": (
+        "auto f = [](float x) { return x + 1; }; out[0] = f(a[0]);",
+        "float x[2] = {1, 2}; out[0] = x[0];",
+        "a lambda",
+    ),
     "simd_sum of 64 bits": (
         "out[0] = simd_sum(int64_t(a[0]));",
         "out[0] = simd_sum(int(a[0]));",

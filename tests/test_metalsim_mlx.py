@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from closeness import relative_error
+from kernel_cases import CASES
 from metalsim import (
     Kernel,
     MetalSimError,
@@ -18,6 +20,7 @@ from metalsim import (
     run_metal_kernel,
 )
 from metalsim.kernel import generate
+from simulated import real_metal_kernel, run_kernels
 
 PROBES = {
     "template and every kind of argument": (
@@ -61,31 +64,46 @@ def test_the_generated_text_is_the_one_mlx_prints(
     kernel, inputs, dtypes, template = PROBES[name]
     function, _ = generate(kernel, inputs, dtypes, template)
 
-    theirs: Any = mx.fast.metal_kernel(
-        name=kernel.name,
-        input_names=kernel.input_names,
-        output_names=kernel.output_names,
-        source=kernel.source,
-        header=kernel.header,
-        atomic_outputs=kernel.atomic_outputs,
-    )
+    definition = asdict(kernel)
+    call = {
+        "inputs": inputs,
+        "output_shapes": [(16,)] * len(dtypes),
+        "output_dtypes": dtypes,
+        "grid": (16, 1, 1),
+        "threadgroup": (16, 1, 1),
+        "template": template,
+    }
+    assert function.text.strip() == printed_by_mlx(definition, call, capfd)
 
-    def launch(*arrays: mx.array) -> Any:
-        return theirs(
-            inputs=list(arrays),
-            output_shapes=[(16,)] * len(dtypes),
-            output_dtypes=dtypes,
-            grid=(16, 1, 1),
-            threadgroup=(16, 1, 1),
-            template=template,
-            verbose=True,
-        )
 
+def printed_by_mlx(
+    definition: dict[str, Any], call: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> str:
+    """The text that MLX's own generator makes for a launch, which does not run."""
+    kernel: Any = real_metal_kernel(**definition)
+
+    def launch(*inputs: mx.array) -> Any:
+        return kernel(**call | {"inputs": list(inputs), "verbose": True})
+
+    capfd.readouterr()
     # Exporting builds the launch, and prints its text, without running it.
-    mx.export_function("/dev/null", launch, *inputs)
+    mx.export_function("/dev/null", launch, *call["inputs"])
     printed = capfd.readouterr().out.split("```\n")[1]
-    printed = printed.split("\ntemplate [[host_name")[0]
-    assert function.text.strip() == printed.strip()
+    return printed.split("\ntemplate [[host_name")[0].strip()
+
+
+@pytest.mark.usefixtures("simulator")
+@pytest.mark.parametrize("name", list(CASES))
+def test_our_kernels_are_what_mlx_prints(name: str, capfd: pytest.CaptureFixture[str]):
+    module = importlib.import_module(f"kimi_k3.kernels.{name}")
+    with run_kernels() as launches:
+        getattr(module, name)(**CASES[name]())
+    (launch,) = launches.records
+    kernel, call = Kernel(**launch.definition), launch.call
+    function, _ = generate(
+        kernel, call["inputs"], call["output_dtypes"], call["template"]
+    )
+    assert function.text.strip() == printed_by_mlx(launch.definition, call, capfd)
 
 
 def simulated_copy(module: str, options: Options) -> Any:

@@ -6,18 +6,14 @@ allow. Unchanged kernels pass the same checks.
 """
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
-from expert_matrices import bank_pair
+from kernel_cases import CASES
 from metalsim import MetalSimError
 from simulated import run_kernels
 
-from kimi_k3.kernels.attention_residual_mix import inverse_rms
 from kimi_k3.machine.kernels_check import compare
 
 pytestmark = pytest.mark.usefixtures("simulator")
@@ -25,97 +21,6 @@ pytestmark = pytest.mark.usefixtures("simulator")
 RIGHT, WRONG = 1e-5, 1e-2
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-
-
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    rng = np.random.default_rng(seed)
-    return mx.array(rng.standard_normal(shape, np.float32))
-
-
-#: Six experts, three in each bank, among them the last of both; 63 is no multiple of 4.
-SLOTS: dict[str, Any] = {
-    "ids": mx.array([[0, 2, 3, 5]]),
-    "weights": mx.array([[0.4, 0.3, 0.2, 0.1]]),
-}
-
-
-def gate_up() -> dict[str, Any]:
-    banks = [bank_pair("mxfp4", "affine2-64", 3, 6, 63, 64, seed=s) for s in (1, 2)]
-    named = {"gate": banks[0], "up": banks[1], "beta": 4.0, "linear_beta": 25.0}
-    return {"x": 3 * normal(1, 64), **SLOTS, **named}
-
-
-def down() -> dict[str, Any]:
-    bank = bank_pair("mxfp4", "affine2-64", 3, 6, 63, 64, seed=3)
-    return {"hidden": normal(1, 4, 64), **SLOTS, "down": bank, "dtype": mx.float32}
-
-
-def mix() -> dict[str, Any]:
-    return {
-        "blocks": normal(2, 1, 1, 256),
-        "blocks_inverse_rms": inverse_rms(normal(2, 1, 1, 256), 1e-5),
-        "prefix": normal(1, 1, 256, seed=1),
-        "norm_weight": normal(256, seed=2),
-        "projection": normal(256, seed=3) / 16,
-        "eps": 1e-5,
-    }
-
-
-def logits() -> dict[str, Any]:
-    return {"x": normal(1, 1, 64), "weight": normal(33, 64, seed=1)}
-
-
-def choice() -> dict[str, Any]:
-    return {
-        "logits": normal(1, 2, 33),
-        "correction_bias": normal(33, seed=1),
-        "top_k": 4,
-        "groups": 1,
-        "top_groups": 1,
-        "renormalize": True,
-        "scale": 1.0,
-    }
-
-
-def decode() -> dict[str, Any]:
-    H, K, T, width = 2, 32, 3, 4
-    return {
-        "qkv": normal(1, T, 3 * H * K),
-        "gate": normal(1, T, H * K, seed=1),
-        "beta": normal(1, T, H, seed=2),
-        "output_gate": normal(1, T, H * K, seed=3),
-        "conv_state": normal(1, width - 1, 3 * H * K, seed=4),
-        "state": normal(1, H, K, K, seed=5),
-        "conv_weight": normal(3 * H * K, width, 1, seed=6),
-        "A_log": normal(H, seed=7),
-        "dt_bias": normal(H * K, seed=8),
-        "norm_weight": normal(K, seed=9),
-        "lower_bound": -5.0,
-        "norm_eps": 1e-5,
-    }
-
-
-def recurrence() -> dict[str, Any]:
-    B, T, H, K = 1, 3, 2, 32
-    return {
-        "query": 0.1 * normal(B, T, H, K),
-        "key": 0.1 * normal(B, T, H, K, seed=1),
-        "value": normal(B, T, H, K, seed=2),
-        "log_decay": -mx.abs(normal(B, T, H, K, seed=3)),
-        "beta": mx.sigmoid(normal(B, T, H, seed=4)),
-        "state": normal(B, H, K, K, seed=5),
-    }
-
-
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "expert_gate_up": gate_up,
-    "expert_down_combine": down,
-    "attention_residual_mix": mix,
-    "router_logits": logits,
-    "select_experts": choice,
-    "kda_decode": decode,
-    "kda_recurrence": recurrence,
-}
 
 
 @dataclass(frozen=True)
@@ -146,6 +51,7 @@ OTHER_BANK = "int(ids[slot]); expert += expert < split ? split : -split;"
 FAULTS = {
     "missing barrier: down": races("expert_down_combine", 0),
     "missing barrier: mix": races("attention_residual_mix", 0),
+    "missing barrier: its norm": races("attention_residual_mix", 1),
     "missing barrier: convolution": races("kda_decode", 0),
     "missing barrier: norms": races("kda_decode", 1),
     "missing barrier: outputs": races("kda_decode", 2),

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .signature import ATTRIBUTES, Function, Parameter
+from .toolchain import MetalSimError
 
 #: Expression on the executor's ``ThreadAttributes* t`` for each attribute.
 _COUNTS = {
@@ -96,6 +97,24 @@ def rewrite(text: str) -> str:
     return re.sub(r"\bvec\s*<([^<>]*)>\s*\(", r"make_vec<\1>(", text)
 
 
+def check_subset(source: str) -> None:
+    """Raise MetalSimError for what clang takes and Metal may not."""
+    text = _COMMENT.sub("", source)
+    if match := re.search(r"\[[&=]?\]\s*(?:\(|\{)", text):
+        line = text.count("\n", 0, match.start()) + 1
+        raise MetalSimError(f"a lambda, kernel line {line}: Metal has none")
+    for match in _THREADGROUP.finditer(text):
+        if not _DECLARATOR.match(text, match.end()):
+            continue
+        before = text[: match.start()]
+        if before.count("{") > before.count("}"):
+            line = before.count("\n") + 1
+            raise MetalSimError(
+                f"a threadgroup variable inside a block, kernel line {line}: "
+                "declare it in the kernel's body"
+            )
+
+
 def _mlx_preamble() -> str:
     """What MLX puts before every kernel, from the installed package."""
     headers = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
@@ -104,6 +123,7 @@ def _mlx_preamble() -> str:
 
 def cplusplus_source(function: Function, arguments: Sequence[Parameter]) -> str:
     """A C++ file with the kernel and the entry that the executor calls."""
+    check_subset(function.body)
     passed = [
         f"{'*' if p.reference == '&' else ''}({p.type}*)buffers[{i}]"
         for i, p in enumerate(arguments)
