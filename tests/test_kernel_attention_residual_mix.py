@@ -8,6 +8,7 @@ import oracle_model
 import pytest
 from closeness import assert_close, relative_error
 from oracle_pair import float64
+from oracles import rms_norm
 from simulated import same_in_every_order, under_sanitizers
 
 from kimi_k3.kernels import attention_residual_mix as module
@@ -37,33 +38,55 @@ def case(
         "blocks": stored,
         "blocks_inverse_rms": inverse_rms(stored, EPS),
         "prefix": prefix,
+        "added": mx.array(rng.standard_normal(shape[1:], np.float32)).astype(dtype),
         "norm_weight": mx.array(1 + 0.3 * rng.standard_normal(dims, np.float32)),
         "projection": mx.array(projection.astype(np.float32)),
         "eps": EPS,
+        "output_weight": (1 + mx.array(rng.random(dims, np.float32))).astype(dtype),
+        "output_eps": 1e-4,
     }
 
 
-def truth(given: dict[str, Any]) -> np.ndarray:
+#: What a call can leave out.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "all": {},
+    "no sum": {"added": None},
+    "no norm": {"output_weight": None, "output_eps": 0.0},
+    "mix": {"added": None, "output_weight": None},
+}
+
+
+def truth(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The mix and the sum; in bfloat16 the sum is rounded before it is used."""
+    prefix = given["prefix"]
+    if given["added"] is not None:
+        prefix = prefix + given["added"]
     rows = [
         oracle_model.mix(
             list(float64(given["blocks"][:, row])),
-            float64(given["prefix"][row]),
+            float64(prefix[row]),
             float64(given["norm_weight"]),
             float64(given["projection"]),
             given["eps"],
         )[0]
-        for row in range(len(given["prefix"]))
+        for row in range(len(prefix))
     ]
-    return np.stack(rows)
+    mixed = np.stack(rows)
+    if given["output_weight"] is not None:
+        weight = float64(given["output_weight"])
+        mixed = rms_norm(mixed, weight, given["output_eps"])
+    return mixed, float64(prefix)
 
 
 def check(given: dict[str, Any], kernels: Any, rel: float = EXACT) -> mx.array:
     with kernels() as launches:
-        got = attention_residual_mix(**given)
-        mx.eval(got)
+        got, total = attention_residual_mix(**given)
+        mx.eval(got, total)
     assert launches.count(NAME) == 1
-    assert_close(got, truth(given), rel=rel, where="float64")
-    want = attention_residual_mix_reference(**given)
+    wanted, wanted_total = truth(given)
+    assert_close(got, wanted, rel=rel, where="float64")
+    assert_close(total, wanted_total, rel=1e-7, where="sum")
+    want, _ = attention_residual_mix_reference(**given)
     # The reference is itself off by float32 rounding of long sums.
     assert_close(got, want, rel=5 * rel, where="reference", dtype=want.dtype)
     return got
@@ -80,24 +103,44 @@ def test_any_number_of_tokens(simulated_kernels: Any, tokens: int) -> None:
     check(case(2, tokens, 63), simulated_kernels)
 
 
-def test_bfloat16_residuals(simulated_kernels: Any) -> None:
-    """One rounding, of the result."""
-    check(case(5, 4, 1000, mx.bfloat16), simulated_kernels, rel=2**-8)
+@pytest.mark.parametrize("parts", LEFT_OUT)
+def test_any_part_can_be_left_out(simulated_kernels: Any, parts: str) -> None:
+    check(case(2, 3, 63) | LEFT_OUT[parts], simulated_kernels)
+    check(case(3, 2, 1000, rows=2) | LEFT_OUT[parts], simulated_kernels)
+
+
+@pytest.mark.parametrize("parts", LEFT_OUT)
+def test_bfloat16_residuals(simulated_kernels: Any, parts: str) -> None:
+    """One rounding of the mix and one of its norm."""
+    given = case(5, 4, 1000, mx.bfloat16) | LEFT_OUT[parts]
+    check(given, simulated_kernels, rel=2**-7)
+
+
+@pytest.mark.parametrize("name", ["added", "output_weight"])
+def test_several_dtypes_take_the_reference(simulated_kernels: Any, name: str) -> None:
+    given = case(2, 2, 33, mx.bfloat16)
+    given[name] = given[name].astype(mx.float32)
+    with simulated_kernels() as launches:
+        mx.eval(attention_residual_mix(**given))
+    assert not launches.records
 
 
 def test_real_shape(simulated_kernels: Any) -> None:
     given = module.example(np.random.default_rng(0))
-    check(given, simulated_kernels, rel=2**-8)
-    exact = {**given, "blocks": given["blocks"].astype(mx.float32)}
-    check({**exact, "prefix": given["prefix"].astype(mx.float32)}, simulated_kernels)
+    check(given, simulated_kernels, rel=2**-7)
+    exact = {
+        name: x.astype(mx.float32) if isinstance(x, mx.array) else x
+        for name, x in given.items()
+    }
+    check(exact, simulated_kernels)
 
 
 def test_small_residuals_need_epsilon(simulated_kernels: Any) -> None:
-    given = case(2, 3, 63)
+    given = case(2, 3, 63) | LEFT_OUT["mix"]
     given["blocks"] = given["blocks"] * 1e-4
     given["blocks_inverse_rms"] = inverse_rms(given["blocks"], EPS)
     got = check(given, simulated_kernels)
-    assert relative_error(got, truth({**given, "eps": 1e-6})) > 100 * EXACT
+    assert relative_error(got, truth({**given, "eps": 1e-6})[0]) > 100 * EXACT
 
 
 @pytest.mark.usefixtures("simulated_kernels")
@@ -115,10 +158,10 @@ def test_sanitizers_find_nothing() -> None:
 def test_training_takes_the_reference(simulated_kernels: Any) -> None:
     given = case(2, 3, 33)
     with simulated_kernels() as launches:
-        got = attention_residual_mix(**given, training=True)
+        got, _ = attention_residual_mix(**given, training=True)
         mx.eval(got)
     assert not launches.records
-    assert_close(got, truth(given), rel=EXACT, where="reference")
+    assert_close(got, truth(given)[0], rel=EXACT, where="reference")
 
 
 def test_a_normed_sum_is_seen(simulated_kernels: Any) -> None:
@@ -126,4 +169,4 @@ def test_a_normed_sum_is_seen(simulated_kernels: Any) -> None:
     given = case(3, 3, 63)
     got = check(given, simulated_kernels)
     normed = given["blocks"] * given["blocks_inverse_rms"][..., None]
-    assert relative_error(got, truth({**given, "blocks": normed})) > 100 * EXACT
+    assert relative_error(got, truth({**given, "blocks": normed})[0]) > 100 * EXACT

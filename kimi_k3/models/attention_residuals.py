@@ -46,15 +46,47 @@ def mix(
     norm: nn.RMSNorm,
     projection: ScoreProjection,
 ) -> mx.array:
-    """What a sub-layer reads: the mix of ``stack`` and ``prefix``, (B, T, D)."""
+    """The mix of ``stack`` and ``prefix``, (B, T, D)."""
     if stack.blocks is None or stack.inverse_rms is None:
         return prefix
+    mixed, _ = attention_residual_mix(
+        stack.blocks,
+        stack.inverse_rms,
+        prefix,
+        None,
+        norm.weight,
+        projection.weight.reshape(-1),
+        stack.eps,
+        training=norm.training,
+    )
+    return mixed
+
+
+def mix_and_norm(
+    stack: ResidualStack,
+    prefix: mx.array,
+    added: mx.array | None,
+    norm: nn.RMSNorm,
+    projection: ScoreProjection,
+    output_norm: nn.Module,
+) -> tuple[mx.array, mx.array]:
+    """What a sub-layer reads, ``output_norm`` of the mix, and ``prefix + added``.
+
+    An ``output_norm`` that is not a plain RMSNorm, but stands in for one, is called.
+    """
+    plain = type(output_norm) is nn.RMSNorm
+    if not plain or stack.blocks is None or stack.inverse_rms is None:
+        prefix = prefix if added is None else prefix + added
+        return output_norm(mix(stack, prefix, norm, projection)), prefix
     return attention_residual_mix(
         stack.blocks,
         stack.inverse_rms,
         prefix,
+        added,
         norm.weight,
-        projection.weight.flatten(),
+        projection.weight.reshape(-1),
         stack.eps,
+        output_norm.weight,
+        output_norm.eps,
         training=norm.training,
     )

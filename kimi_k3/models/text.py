@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from ..config import TextArgs
-from .attention_residuals import ResidualStack, ScoreProjection, mix
+from .attention_residuals import ResidualStack, ScoreProjection, mix, mix_and_norm
 from .kda import KimiDeltaAttention, cache_metadata
 from .latent_moe import LatentMoE
 from .mla import GatedMLA
@@ -53,17 +53,28 @@ class DecoderLayer(nn.Module):
             prefix = prefix + self.self_attn(self.input_layernorm(prefix), mask, cache)
             return prefix + self.mlp(self.post_attention_layernorm(prefix))
 
-        x = mix(
-            stack, prefix, self.self_attention_res_norm, self.self_attention_res_proj
+        x, prefix = mix_and_norm(
+            stack,
+            prefix,
+            None,
+            self.self_attention_res_norm,
+            self.self_attention_res_proj,
+            self.input_layernorm,
         )
-        attended = self.self_attn(self.input_layernorm(x), mask, cache)
+        attended = self.self_attn(x, mask, cache)
+        added: mx.array | None = attended
         if self.starts_block:
             stack.push(prefix)
-            prefix = attended
-        else:
-            prefix = prefix + attended
-        x = mix(stack, prefix, self.mlp_res_norm, self.mlp_res_proj)
-        return prefix + self.mlp(self.post_attention_layernorm(x))
+            prefix, added = attended, None
+        x, prefix = mix_and_norm(
+            stack,
+            prefix,
+            added,
+            self.mlp_res_norm,
+            self.mlp_res_proj,
+            self.post_attention_layernorm,
+        )
+        return prefix + self.mlp(x)
 
 
 class TextModel(nn.Module):
