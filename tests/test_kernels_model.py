@@ -38,10 +38,11 @@ LAUNCHES = {
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=[None, 0.6], ids=["all experts", "top p"])
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """T2: two banks in three of four expert layers, one bank in the fourth."""
-    model = load_float32(write_t2(tmp_path_factory.mktemp("two-banks")))
+    folder = tmp_path_factory.mktemp("two-banks")
+    model = load_float32(write_t2(folder, expert_top_p=request.param))
     banks = [layer.mlp.switch_mlp for layer in model.layers[1:]]
     assert sum(isinstance(bank, TwoBankSwitchGLU) for bank in banks) == 3
     return model
@@ -79,6 +80,9 @@ def test_decode_steps(model: Any, simulated_kernels: Simulate):
         mx.eval(logits)
     assert_close(logits, expected, rel=TOLERANCE)
     one_step = LAUNCHES | {"kimi_k3_kda_decode": KDA_LAYERS}
+    weights = [x.inputs["weights"] for x in launches.of("kimi_k3_expert_gate_up")]
+    skips = mx.concatenate(weights).min().item() == 0
+    assert skips == (model.args.text_config.expert_top_p is not None)
     assert counts(launches) == {name: 2 * count for name, count in one_step.items()}
 
 

@@ -31,10 +31,11 @@ PROMPTS = ([7, 8, 9, 10, 11], [12, 13])
 REFUSED = "during function transformations|inside a graph transformation"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=[None, 0.6], ids=["all experts", "top p"])
+def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """T2: two banks in three of four expert layers, one bank in the fourth."""
-    return load_stored(write_t2(tmp_path_factory.mktemp("two-banks")))
+    folder = tmp_path_factory.mktemp("two-banks")
+    return load_stored(write_t2(folder, expert_top_p=request.param))
 
 
 def single_caches(model: Any) -> list[Any]:
