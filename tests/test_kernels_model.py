@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache
 from simulated import no_references
 from tiny_k3 import T2_COUNTS, TEXT_SIZES, write_t2
 
+from kimi_k3.kernels import expert_down_combine
 from kimi_k3.models.expert_banks import TwoBankSwitchGLU
 
 Simulate = Callable[..., Any]
@@ -84,6 +85,22 @@ def test_decode_steps(model: Any, simulated_kernels: Simulate):
     skips = mx.concatenate(weights).min().item() == 0
     assert skips == (model.args.text_config.expert_top_p is not None)
     assert counts(launches) == {name: 2 * count for name, count in one_step.items()}
+
+
+def test_a_wrong_kernel_shows(
+    model: Any, simulated_kernels: Simulate, monkeypatch: pytest.MonkeyPatch
+):
+    source = expert_down_combine._SOURCE
+    assert "T(total)" in source
+    wrong = source.replace("T(total)", "T(1.01f * total)")
+    monkeypatch.setattr(expert_down_combine, "_SOURCE", wrong)
+    caches = filled_caches(model, [7, 8, 9, 10, 11])
+    expected = steps(model, copy.deepcopy(caches), [[5]])
+    with simulated_kernels(), no_references():
+        logits = steps(model, caches, [[5]])
+        mx.eval(logits)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(logits, expected, rel=10 * TOLERANCE)
 
 
 def test_decode_steps_of_a_batch(model: Any, simulated_kernels: Simulate):
