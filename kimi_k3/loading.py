@@ -61,6 +61,9 @@ def load(
         raise RegistrationError(
             f"mlx-lm loaded its own class from {found}; `kimi-k3 doctor` tells why."
         )
+    if "eos_token" not in options:
+        # A config may state ids of which none ends a turn of Kimi K3.
+        tokenizer.eos_token_ids |= set(tokenizer.end_ids)
     return model, tokenizer
 
 

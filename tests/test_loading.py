@@ -79,7 +79,7 @@ def test_text_as_path_and_lazy(source: Path) -> None:
 def test_both_end_ids_stop_whatever_the_config_says(copy: Path) -> None:
     """B18: one id in config.json, no generation_config.json."""
     (copy / "generation_config.json").unlink()
-    for stated in (None, 321, 322):
+    for stated in (None, 321, 322, 7):
         damage.edit_config(copy, lambda c, stated=stated: c.update(eos_token_id=stated))
         _, tokenizer = kimi_k3.load(copy, lazy=True)
         ends = {tokenizer.convert_tokens_to_ids(n) for n in ("[EOS]", "<|end_of_msg|>")}
