@@ -72,7 +72,7 @@ class Recorder:
         if context is not None:
             if outcome == "failed":
                 self.with_failed_subtests.add(name)
-            name = self.of_its_own(f"{name} [{context.msg or context.kwargs}]")
+            name = self.of_its_own(f"{name} [{plain(context.msg or context.kwargs)}]")
         elif outcome == "passed" and name in self.with_failed_subtests:
             outcome, message = "failed", "subtests failed"
         elif outcome == "failed" and report.when != "call":
@@ -130,4 +130,9 @@ def last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else str(report.longrepr)).strip().splitlines()
-    return re.sub(r"0x[0-9a-f]+", "0x...", lines[0])[:300] if lines else ""
+    return plain(lines[0])[:300] if lines else ""
+
+
+def plain(text: Any) -> str:
+    """``text`` without addresses and module files, which differ between processes."""
+    return re.sub(r"0x[0-9a-f]+| from '[^']*'", "", str(text))

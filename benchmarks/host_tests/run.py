@@ -171,11 +171,11 @@ def check_witness(side: str, job: Job, run: FileRun, sdist: Path) -> None:
         raise CannotCompare(f"{where}: no test loaded the K3.")
 
 
-def below(file: str | None) -> str:
+def below(file: str) -> str:
     """``file`` from its package on: ``mlx_lm/models/kimi_k3.py``."""
-    parts = Path(file or "").parts
+    parts = Path(file).parts
     roots = [i for i, part in enumerate(parts) if part in ("mlx_lm", "kimi_k3")]
-    return "/".join(parts[roots[0] :]) if roots else str(file)
+    return "/".join(parts[roots[-1] :]) if roots else file
 
 
 def run_all(
@@ -234,7 +234,8 @@ def report(runs: dict[str, dict[str, FileRun]], compared: dict[str, Comparison])
     for file, comparison in compared.items():
         for name, change in comparison.differences.items():
             rows.append(f"{file} {name}: {change['without']} -> {change['with']}")
-            rows.append(f"    {change['message']}")
+            if change["message"]:
+                rows.append(f"    {change['message']}")
         for name, why in comparison.fail_alike.items():
             rows.append(f"{file} {name}: fails in both: {why}")
     one = next(iter(runs.values()))
@@ -252,7 +253,7 @@ def as_json(
     names = ("mlx", "mlx-lm", "kimi-k3-mlx", "transformers", "tokenizers", "pytest")
     one = next(iter(runs.values()))
     answers = {
-        side: {k: below(v) for k, v in one[side].witness["answers"].items()}
+        side: {k: v and below(v) for k, v in one[side].witness["answers"].items()}
         for side in SIDES
     }
     return {
