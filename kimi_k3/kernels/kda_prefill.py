@@ -3,6 +3,8 @@
 Reference: the ``kda`` operators of flash-linear-attention.
 """
 
+from functools import cache
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -30,42 +32,66 @@ def log_decay(
     return -rate * nn.softplus(gate)
 
 
-@compiled_on_gpu
 def l2_normalize(x: mx.array, scale: float = 1.0) -> mx.array:
     """``x`` divided by its L2 norm over the last axis, times ``scale``, float32."""
-    x = x.astype(mx.float32)
-    return x * (mx.rsqrt(mx.square(x).sum(-1, keepdims=True) + L2_NORM_EPS) * scale)
+    size = x.shape[-1]
+    weight = _full(size, scale * size**-0.5)
+    return mx.fast.rms_norm(x.astype(mx.float32), weight, L2_NORM_EPS / size)
+
+
+@cache
+def _full(size: int, value: float) -> mx.array:
+    return mx.array([value] * size, dtype=mx.float32)
+
+
+@compiled_on_gpu
+def _convolve(window: mx.array, weight: mx.array) -> mx.array:
+    """SiLU of the convolution of (B, width - 1 + T, C), rounded to ``window``'s dtype."""
+    width = weight.shape[1]
+    T = window.shape[1] - width + 1
+    taps = weight.astype(mx.float32).squeeze(-1).T
+    convolved = sum(
+        window[:, i : i + T].astype(mx.float32) * taps[i : i + 1] for i in range(width)
+    )
+    return nn.silu(convolved).astype(window.dtype).astype(mx.float32)
 
 
 def short_conv(
     x: mx.array, state: mx.array, weight: mx.array, lengths: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """Causal depthwise convolution of (B, T, C), then SiLU, summed in float32.
+    """Causal depthwise convolution of (B, T, C), then SiLU; float32 and a new state.
 
     ``weight`` is (C, width, 1), its last column meets the newest token. The state is
     the last ``width - 1`` inputs, (B, width - 1, C). ``lengths`` (B,) says how many of
     the T tokens of a row are real when rows are padded on the right; the state is then
     taken at each row's own end.
     """
-    T, width = x.shape[1], weight.shape[1]
-    kept = width - 1
+    T, kept = x.shape[1], weight.shape[1] - 1
     window = mx.concatenate([state, x], axis=1)
-    taps = weight.astype(mx.float32)[..., 0].T
-    convolved = sum(window[:, i : i + T] * taps[i] for i in range(width))
     if lengths is None:
         state = mx.contiguous(window[:, -kept:])
     else:
         first = mx.clip(lengths, 0, T)[:, None] + mx.arange(kept)
         state = mx.take_along_axis(window, first[..., None], axis=1)
-    return nn.silu(convolved).astype(x.dtype), state
+    return _convolve(window, weight), state
+
+
+@compiled_on_gpu
+def _gated(normed: mx.array, gate: mx.array) -> mx.array:
+    return (normed * mx.sigmoid(gate.astype(mx.float32))).astype(gate.dtype)
 
 
 def gated_norm(
     out: mx.array, gate: mx.array, norm_weight: mx.array, eps: float
 ) -> mx.array:
-    """RMS-norm each head of ``out`` (B, T, H, V) and gate it, (B, T, H·V), float32."""
-    gate = mx.sigmoid(gate.reshape(out.shape).astype(mx.float32))
-    return (mx.fast.rms_norm(out, norm_weight, eps) * gate).flatten(-2, -1)
+    """RMS-norm each head of ``out`` (B, T, H, V) and gate it, in ``gate``'s dtype."""
+    normed = mx.fast.rms_norm(out, norm_weight, eps)
+    return _gated(normed, gate.reshape(out.shape))
+
+
+@compiled_on_gpu
+def _strength(beta: mx.array) -> mx.array:
+    return mx.sigmoid(beta.astype(mx.float32))
 
 
 def kda_prefill(
@@ -113,16 +139,20 @@ def kda_prefill(
     if mask is not None:
         qkv = mx.where(mask[..., None], qkv, mx.zeros_like(qkv))
     mixed, conv_state = short_conv(qkv, conv_state, conv_weight, lengths)
-    heads = mixed.reshape(B, T, 3, H, K)
+    # Slices, which are views: an index would be a gather.
+    query, key, value = (
+        part.squeeze(2) for part in mx.split(mixed.reshape(B, T, 3, H, K), 3, axis=2)
+    )
     out, state = kda_recurrence(
-        l2_normalize(heads[:, :, 0], K**-0.5),
-        l2_normalize(heads[:, :, 1]),
-        heads[:, :, 2].astype(mx.float32),
+        l2_normalize(query, K**-0.5),
+        l2_normalize(key),
+        value,
         log_decay(gate.reshape(B, T, H, K), A_log, dt_bias.reshape(H, K), lower_bound),
-        mx.sigmoid(beta.astype(mx.float32)),
+        _strength(beta),
         state,
         mask,
+        lower_bound=lower_bound,
         training=training,
     )
     out = gated_norm(out, output_gate, norm_weight, norm_eps)
-    return out.astype(qkv.dtype), conv_state, state
+    return out.flatten(-2, -1).astype(qkv.dtype), conv_state, state

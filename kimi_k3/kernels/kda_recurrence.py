@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _common
 from ._common import compiled_on_gpu
+from .kda_chunks import kda_recurrence_in_chunks, suits_chunks
 
 #: Rows of the state (value channels) that one simdgroup keeps in its registers.
 ROWS = 8
@@ -127,6 +128,7 @@ def kda_recurrence(
     state: mx.array,
     mask: mx.array | None = None,
     *,
+    lower_bound: float | None = None,
     training: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """``S ← diag(g)·S;  S ← S + k·β·(v − Sᵀk)ᵀ;  o = Sᵀq`` along the tokens.
@@ -138,6 +140,7 @@ def kda_recurrence(
         beta: write strength, (B, T, H).
         state: S, stored value dimension first, (B, H, V, K), float32.
         mask: (B, T); a token where it is False leaves the state as it is.
+        lower_bound: what no ``log_decay`` is below, if that is known.
         training: take the form that has a gradient.
 
     Returns:
@@ -148,7 +151,11 @@ def kda_recurrence(
     V = value.shape[-1]
     fits = K % 32 == 0 and K <= MAX_HEAD_DIM and V % ROWS == 0 and T > 0
     if training or not fits or not _common.can_run_metal():
-        return kda_recurrence_reference(query, key, value, log_decay, beta, state, mask)
+        chunks = suits_chunks(T, lower_bound) and _common.runs_on_cpu()
+        form = kda_recurrence_reference
+        if chunks and not training:
+            form = kda_recurrence_in_chunks
+        return form(query, key, value, log_decay, beta, state, mask)
     query, key, value, beta, state = (
         x.astype(mx.float32) for x in (query, key, value, beta, state)
     )
