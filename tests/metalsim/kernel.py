@@ -165,9 +165,9 @@ def run_metal_kernel(
     mx.eval(inputs)
     function, arguments = generate(kernel, inputs, output_dtypes, template or ())
     text = translation.cplusplus_source(function, arguments)
-    if options.check_address_spaces:
-        toolchain.check_address_spaces(text)
-    program = toolchain.compile_program(text, options.sanitizer)
+    program = toolchain.compile_program(
+        text, options.sanitizer, options.check_address_spaces
+    )
 
     sizes = [
         math.prod(shape) * dtype.size

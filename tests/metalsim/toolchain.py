@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _kept(suffix: str, text: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
-def check_address_spaces(text: str) -> None:
+def _check_address_spaces(text: str) -> None:
     """Type-check with real address spaces; nothing is generated."""
 
     def build(work: Path) -> None:
@@ -116,8 +117,23 @@ def check_address_spaces(text: str) -> None:
     _kept(".checked", text, build)
 
 
-def compile_program(text: str, sanitizer: str | None) -> Path:
-    """The program that runs the kernel ``text`` over a grid."""
+def compile_program(text: str, sanitizer: str | None, strict: bool) -> Path:
+    """The program that runs the kernel ``text`` over a grid.
+
+    With ``strict`` it is type-checked at the same time, and that check's errors come
+    first.
+    """
+    if not strict:
+        return _compile(text, sanitizer)
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(_check_address_spaces, text)
+        try:
+            return _compile(text, sanitizer)
+        finally:
+            checked.result()
+
+
+def _compile(text: str, sanitizer: str | None) -> Path:
     number, flags = SANITIZERS[sanitizer]
     common = [compiler(), *MACHINE_FLAGS]
 
