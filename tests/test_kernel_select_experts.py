@@ -12,6 +12,7 @@ from simulated import same_in_every_order, under_sanitizers
 
 from kimi_k3.kernels import router_logits as logits_module
 from kimi_k3.kernels import select_experts as select_module
+from kimi_k3.kernels._tuned import Tiling
 from kimi_k3.kernels.router_logits import router_logits, router_logits_reference
 from kimi_k3.kernels.select_experts import select_experts, select_experts_reference
 
@@ -181,6 +182,16 @@ def test_logits_are_the_oracle(
 ) -> None:
     """Also of bfloat16 weights: nothing is rounded on the way."""
     check_logits(*inputs(tokens, dims, experts, dtype), simulated_kernels)
+
+
+@pytest.mark.parametrize("tiling", [(1, 1), (1, 8), (4, 4), (8, 1)], ids=str)
+def test_every_tiling(simulated_kernels: Any, tiling: tuple[int, int]) -> None:
+    x, weight = inputs(3, 133, 63, mx.bfloat16)
+    with simulated_kernels() as launches:
+        got = router_logits(x, weight, tiling=Tiling(*tiling))
+        mx.eval(got)
+    assert launches.of(LOGITS)[0].call["threadgroup"] == (32 * tiling[1], 1, 1)
+    assert_close(got, float64(x) @ float64(weight).T, rel=EXACT, where="float64")
 
 
 def test_logits_at_the_real_shape(simulated_kernels: Any) -> None:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import _common
+from ._tuned import Tiling, best_tiling
 
 #: More tokens take the reference: the kernel keeps all of them in registers.
 MAX_TOKENS = 8
@@ -52,8 +53,8 @@ _SOURCE = """
     }
 """
 
-_ROWS = 2
-_SIMDGROUPS = 2
+#: Until `kimi-k3 doctor --kernels` has measured better ones.
+TILING = Tiling(rows=2, simdgroups=2)
 
 
 @cache
@@ -71,7 +72,13 @@ def router_logits_reference(x: mx.array, weight: mx.array) -> mx.array:
     return x.astype(mx.float32) @ weight.astype(mx.float32).T
 
 
-def router_logits(x: mx.array, weight: mx.array, *, training: bool = False) -> mx.array:
+def router_logits(
+    x: mx.array,
+    weight: mx.array,
+    *,
+    training: bool = False,
+    tiling: Tiling | None = None,
+) -> mx.array:
     """Products and sums in float32, whatever dtypes come in.
 
     Args:
@@ -79,6 +86,7 @@ def router_logits(x: mx.array, weight: mx.array, *, training: bool = False) -> m
         weight: (E, D). The kernel reads it once, as it is stored; the reference
             makes a float32 copy, which only many tokens pay for.
         training: take the form that has a gradient.
+        tiling: experts a simdgroup, and simdgroups a threadgroup; else the measured.
 
     Returns:
         Logits (..., E), float32.
@@ -87,16 +95,17 @@ def router_logits(x: mx.array, weight: mx.array, *, training: bool = False) -> m
     tokens = x.size // dims
     if training or not 0 < tokens <= MAX_TOKENS or not _common.can_run_metal():
         return router_logits_reference(x, weight)
-    threads = 32 * _SIMDGROUPS
-    groups = -(-experts // (_ROWS * _SIMDGROUPS))
+    rows, simdgroups = tiling or best_tiling("router_logits", TILING)
+    threads = 32 * simdgroups
+    groups = -(-experts // (rows * simdgroups))
     return _kernel()(
         inputs=[x, weight],
         template=[
             ("E", experts),
             ("D", dims),
             ("N", tokens),
-            ("ROWS", _ROWS),
-            ("SIMDGROUPS", _SIMDGROUPS),
+            ("ROWS", rows),
+            ("SIMDGROUPS", simdgroups),
         ],
         grid=(threads * groups, 1, 1),
         threadgroup=(threads, 1, 1),
