@@ -102,15 +102,16 @@ def check(given: dict[str, Any], kernels: Any) -> tuple[mx.array, ...]:
     return got
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bound", "softplus"])
 def test_a_few_tokens(simulated_kernels: Any, tokens: int, bound: float | None) -> None:
     check(case(tokens, rows=2, lower_bound=bound), simulated_kernels)
 
 
-@pytest.mark.parametrize(("heads", "K"), [(1, 64), (2, 96), (5, 128), (1, 256)])
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_any_head(simulated_kernels: Any, heads: int, K: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "K"), [(4, 1, 64), (1, 2, 96), (7, 5, 128), (4, 1, 256)]
+)
+def test_any_head(simulated_kernels: Any, tokens: int, heads: int, K: int) -> None:
     check(case(tokens, heads, K), simulated_kernels)
 
 
@@ -132,12 +133,12 @@ def test_gates_at_their_ends(simulated_kernels: Any) -> None:
 
 def test_every_state(simulated_kernels: Any) -> None:
     """The states after token t are those of a call with the tokens up to t."""
-    given = case(5, rows=2)
+    given = case(3, rows=2)
     out, convs, states = decoded({**given, "every_state": True}, simulated_kernels)
     wanted = kda_decode_reference(**given, every_state=True)
     for name, one, want in zip(OUTPUTS, (out, convs, states), wanted, strict=True):
         assert_close(one, want, rel=EXACT, where=f"{name}: reference")
-    for t in range(5):
+    for t in range(3):
         names = ("qkv", "gate", "beta", "output_gate")
         upto = {name: given[name][:, : t + 1] for name in names}
         _, conv, state = decoded({**given, **upto}, simulated_kernels)

@@ -174,17 +174,26 @@ def check_logits(x: mx.array, weight: mx.array, kernels: Any) -> None:
     assert_close(got, want, rel=EXACT, where="reference", dtype=mx.float32)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("dims", [1, 33, 63, 1000])
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (3, 33), (8, 63)])
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [
+        (mx.float32, 1),
+        (mx.float32, 63),
+        (mx.bfloat16, 33),
+        (mx.bfloat16, 1000),
+        (mx.float16, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (8, 63)])
 def test_logits_are_the_oracle(
-    simulated_kernels: Any, tokens: int, experts: int, dims: int, dtype: mx.Dtype
+    simulated_kernels: Any, tokens: int, experts: int, dtype: mx.Dtype, dims: int
 ) -> None:
     """Also of bfloat16 weights: nothing is rounded on the way."""
     check_logits(*inputs(tokens, dims, experts, dtype), simulated_kernels)
 
 
-@pytest.mark.parametrize("tiling", [(1, 1), (1, 8), (4, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("tiling", [(1, 8), (4, 4), (8, 1)], ids=str)
 def test_every_tiling(simulated_kernels: Any, tiling: tuple[int, int]) -> None:
     x, weight = inputs(3, 133, 63, mx.bfloat16)
     with simulated_kernels() as launches:
