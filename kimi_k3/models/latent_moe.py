@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 
 from ..config import TextArgs
+from ..kernels._common import compiled_on_gpu
 from ..kernels.router_logits import router_logits
 from ..kernels.select_experts import select_experts
 from .expert_banks import make_experts
@@ -35,8 +36,16 @@ class Router(nn.Module):
         return self
 
 
+@compiled_on_gpu
+def _sum(residual: mx.array, routed: mx.array, shared: mx.array) -> mx.array:
+    return residual + (routed + shared)
+
+
 class LatentMoE(nn.Module):
-    """``up(norm(Σ w·expert(down(x)))) + shared(x)``, (B, T, D) → (B, T, D)."""
+    """``up(norm(Σ w·expert(down(x)))) + shared(x)``, (B, T, D) → (B, T, D).
+
+    A ``residual`` that is given is added too: on a GPU that is no launch more.
+    """
 
     def __init__(self, args: TextArgs, layer: int):
         super().__init__()
@@ -75,7 +84,7 @@ class LatentMoE(nn.Module):
             weights = keep_top_p(weights, args.expert_top_p)
         return ids, weights
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         if self.sharding_group is not None:
             x = sum_gradients(self.sharding_group)(x)  # pyright: ignore[reportCallIssue]
         ids, weights = self.route(x)
@@ -87,7 +96,9 @@ class LatentMoE(nn.Module):
             routed = self.routed_expert_norm(routed)
         if self.has_latent:
             routed = self.routed_expert_up_proj(routed)
-        return routed if shared is None else routed + shared
+        if shared is None:
+            return routed if residual is None else residual + routed
+        return routed + shared if residual is None else _sum(residual, routed, shared)
 
     def _reduce(
         self, routed: mx.array, shared: mx.array | None

@@ -74,6 +74,8 @@ class DecoderLayer(nn.Module):
             self.mlp_res_proj,
             self.post_attention_layernorm,
         )
+        if isinstance(self.mlp, LatentMoE):
+            return self.mlp(x, prefix)
         return prefix + self.mlp(x)
 
 
