@@ -109,7 +109,7 @@ def test_a_few_tokens(simulated_kernels: Any, tokens: int, bound: float | None) 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "K"), [(4, 1, 64), (1, 2, 96), (7, 5, 128), (4, 1, 256)]
+    ("tokens", "heads", "K"), [(4, 1, 64), (1, 2, 96), (7, 5, 128)]
 )
 def test_any_head(simulated_kernels: Any, tokens: int, heads: int, K: int) -> None:
     check(case(tokens, heads, K), simulated_kernels)
@@ -208,7 +208,7 @@ def test_sanitizers_find_nothing() -> None:
 REFERENCE_RULES: dict[str, dict[str, Any]] = {
     "nine tokens": {"tokens": 9},
     "heads of 24": {"tokens": 1, "K": 24},
-    "too many numbers": {"tokens": 8, "K": 160},
+    "heads of 160": {"tokens": 1, "K": 160},
     "a conv state of another dtype": {"tokens": 1, "conv_dtype": mx.bfloat16},
     "training": {"tokens": 1, "training": True},
 }

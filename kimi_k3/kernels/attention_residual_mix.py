@@ -9,11 +9,11 @@ import numpy as np
 from . import _common
 from ._common import compiled_on_gpu
 
-#: The kernel's threads a token, at most; 18 sums a thread still fit its registers.
+#: The kernel's threads a token, at most.
 MAX_THREADS = 512
 
-#: More candidates than this, the running sum included, take the reference.
-MAX_BLOCKS = 16
+#: More stored blocks take the reference: two sums of each fill a thread's registers.
+MAX_BLOCKS = 8
 
 _SOURCE = """
     // One threadgroup a token; blocks are (K, tokens, D), the other rows (tokens, D).
@@ -208,7 +208,7 @@ def attention_residual_mix(
     Returns:
         The mix (B, T, D) in ``prefix``'s dtype, and ``prefix + added``. A candidate's
         score is its RMS-normed self times ``projection``, in float32; the sum runs over
-        un-normed candidates. Inputs of several dtypes take the reference.
+        un-normed candidates. More than 8 blocks, or several dtypes, take the reference.
     """
     count, D, dtype = blocks.shape[0], prefix.shape[-1], prefix.dtype
     alike = all(x is None or x.dtype == dtype for x in (added, output_weight))

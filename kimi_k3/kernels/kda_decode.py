@@ -12,9 +12,9 @@ from .kda_prefill import L2_NORM_EPS, kda_prefill
 #: More tokens at once take the reference, whose recurrence has a kernel of its own.
 MAX_TOKENS = 8
 
-#: The kernel has four threads a channel of a head, and room for so many numbers.
-MAX_HEAD_DIM = 256
-MAX_TOKEN_CHANNELS = 1024
+#: Four threads a channel hold the state in registers; all tokens' queries, keys, values,
+#: decays and outputs of a head take 20 KB of threadgroup memory.
+MAX_HEAD_DIM = 128
 
 _SOURCE = """
     // One threadgroup a head and row; eight rows of the state a simdgroup, four lanes
@@ -259,8 +259,8 @@ def kda_decode(
             conv states (B, T, width - 1, 3·H·K) and recurrent ones (B, T, H, K, K).
         training: take the form that has a gradient.
 
-    The kernel takes up to 8 tokens of heads whose size 32 divides, with at most 1,024
-    numbers a head and block, and states of the types the model itself writes.
+    The kernel takes up to 8 tokens of heads of 32, 64, 96 or 128, and states of the
+    types that the model itself writes.
     """
     B, T, channels = qkv.shape
     H, width = A_log.shape[0], conv_weight.shape[1]
@@ -269,7 +269,6 @@ def kda_decode(
         K % 32 == 0
         and K <= MAX_HEAD_DIM
         and 0 < T <= MAX_TOKENS
-        and T * K <= MAX_TOKEN_CHANNELS
         and width > 1
         and conv_state.dtype == qkv.dtype
         and state.dtype == mx.float32
