@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of ``kimi-k3`` with one subparser a verb."""
     parser = argparse.ArgumentParser(
         prog="kimi-k3",
-        description="Run, prune and judge Kimi K3 on Apple's MLX.",
+        description="Run every build of Kimi K3 with stock mlx-lm, and look after builds.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -218,8 +218,9 @@ VERBS = {
     "verify": Verb(
         "look a checkpoint folder through: whole, consistent, numbers sane",
         "  kimi-k3 verify ./build\n  kimi-k3 verify ./build --json\n\n"
-        "Reads headers, float tensors and scales; packed codes are not read. Every fault\n"
-        "is listed. Exit code 1 if there is one.\n",
+        "Takes a local folder. Reads headers, float tensors and scales; packed codes are\n"
+        "not read. Every fault of the files is listed; of config and tensors that do not\n"
+        "fit each other, the first. Exit code 1 if there is a fault.\n",
         _verify_arguments,
         _verify,
     ),

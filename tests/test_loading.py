@@ -215,7 +215,10 @@ def test_another_class_is_not_taken_for_ours(
 @pytest.mark.parametrize(
     "name", ["./nothing", "/nothing/here", "~/nothing-here", "a/b/c", "../x"]
 )
-def test_a_path_that_is_not_there(name: str) -> None:
+def test_a_path_that_is_not_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="is not there. Name a checkpoint folder"):
         kimi_k3.load(name)
 

@@ -134,7 +134,7 @@ class _Verification:
         self.findings += [Finding(str(fault)) for fault in faults]
         if not faults and (total_size := folder.total_size_note):
             self.findings.append(Finding(total_size))
-        self._add("files", len(folder.headers), "shards that are whole")
+        self._add("files", len(folder.headers), "whole shards")
         self._add("index", len(folder.index.shard_of), "tensors listed")
         return folder
 

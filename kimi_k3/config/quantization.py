@@ -6,7 +6,13 @@ from typing import Any
 from ..errors import ConfigError, UnknownKeyWarning
 from .checks import SOURCE, require_object, shown
 
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+#: Bits and group sizes that MLX has in each mode.
+MODES = {
+    "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)),
+    "mxfp4": ((4,), (32,)),
+    "mxfp8": ((8,), (32,)),
+    "nvfp4": ((4,), (16,)),
+}
 
 #: What the block may hold beside one entry a module.
 _KNOWN = ("bits", "group_size", "mode", "quant_method")
@@ -88,3 +94,9 @@ def _check_width(entry: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where}: mode is {shown(mode)}; MLX has {', '.join(MODES)}. {SOURCE}"
         )
+    for key, allowed in zip(("bits", "group_size"), MODES[mode], strict=True):
+        if entry[key] not in allowed:
+            raise ConfigError(
+                f"{where}: {key} is {entry[key]}, which mode {mode} does not have; it "
+                f"has {', '.join(map(str, allowed))}. {SOURCE}"
+            )
