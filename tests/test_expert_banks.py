@@ -166,7 +166,7 @@ class Recorder:
             )
             self.calls.append(
                 {
-                    "rows": x.size // x.shape[-1],
+                    "rows": more["rhs_indices"].size,
                     "contiguous": row_major,
                     "sorted": more.get("sorted_indices", False),
                     "ids": to_numpy(arrays["ids"]).reshape(-1),

@@ -5,13 +5,14 @@ Three forms, all the same sum:
 - *gathered*: every pair is a row, in the order of the tokens; nothing waits.
 - *sorted*: rows in the order of their experts, so that each expert is read once.
 - *partitioned*: sorted, and cut where one bank ends and the next begins, so that a bank
-  runs its own pairs only and slots of weight 0 run nowhere. The cuts are read by the
-  host, once a layer and call.
+  runs its own pairs only and slots of weight 0 run nowhere. The host reads, once a
+  layer and call: on the CPU the ids, on a GPU only where the cuts are.
 """
 
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ..kernels._common import runs_on_cpu
 
@@ -55,12 +56,12 @@ def run_rows(bank: Bank, rows: mx.array, ids: mx.array) -> mx.array:
     A sorted matmul gets contiguous rows (ml-explore/mlx#4055, #4253) and no more of
     them than :data:`MOST_ROWS`.
     """
-    parts = []
-    for start in range(0, len(ids), MOST_ROWS):
-        part = slice(start, start + MOST_ROWS)
-        x = mx.contiguous(rows[part]).reshape(-1, 1, rows.shape[-1])
-        parts.append(bank.run_pairs(x, mx.contiguous(ids[part]), True).squeeze(-2))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    if len(ids) > MOST_ROWS:
+        parts = range(0, len(ids), MOST_ROWS)
+        cuts = [slice(start, start + MOST_ROWS) for start in parts]
+        return mx.concatenate([run_rows(bank, rows[cut], ids[cut]) for cut in cuts])
+    x = mx.contiguous(rows).reshape(-1, 1, rows.shape[-1])
+    return bank.run_pairs(x, mx.contiguous(ids), True).squeeze(-2)
 
 
 def run_partitioned(
@@ -75,26 +76,59 @@ def run_partitioned(
         banks: each with its number of experts; ids count through all of them.
         used: (..., K); slots where it is False are not run, and are 0 in the result.
     """
-    count = sum(size for _, size in banks)
+    sizes = [size for _, size in banks]
+    shares, inverse = (_share_on_host if runs_on_cpu() else _share_on_device)(
+        ids, sizes, used
+    )
+    x = x.reshape(-1, x.shape[-1])
+    parts = [
+        run_gathered(bank, x, own[None])[0]
+        if len(x) == 1
+        else run_rows(bank, x[tokens], own)
+        for (bank, _), (tokens, own) in zip(banks, shares, strict=True)
+        if tokens.size
+    ]
+    if left := ids.size - sum(len(part) for part in parts):
+        parts.append(mx.zeros((left, x.shape[-1]), x.dtype))
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return out[inverse].reshape(*ids.shape, -1)
+
+
+#: Of each bank, in ascending order of the experts: its pairs' tokens, and their ids
+#: from the bank's first expert on. Then the place of each pair in all of these.
+Shares = tuple[list[tuple[mx.array, mx.array]], mx.array]
+
+
+def _share_on_host(ids: mx.array, sizes: list[int], used: mx.array | None) -> Shares:
+    """Reads the ids: on the CPU they lie where the host can see them."""
+    flat = np.array(ids).reshape(-1).astype(np.int32)
+    if used is not None:
+        flat = np.where(np.array(used).reshape(-1), flat, sum(sizes))
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    flat, tokens, first, shares = flat[order], order // ids.shape[-1], 0, []
+    for size in sizes:
+        start, stop = np.searchsorted(flat, (first, first + size))
+        own = flat[start:stop] - first
+        shares.append((mx.array(tokens[start:stop]), mx.array(own)))
+        first += size
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order), dtype=np.int32)
+    return shares, mx.array(inverse)
+
+
+def _share_on_device(ids: mx.array, sizes: list[int], used: mx.array | None) -> Shares:
+    """Reads the cuts only."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     flat = ids.flatten().astype(mx.int32)
     if used is not None:
-        flat = mx.where(used.flatten(), flat, count)
+        flat = mx.where(used.flatten(), flat, ends[-1])
     order = mx.argsort(flat)
-    firsts = [sum(size for _, size in banks[:i]) for i in range(len(banks) + 1)]
-    cuts = [0, *read_cuts((flat[:, None] < mx.array(firsts[1:])).sum(axis=0))]
-
-    x = x.reshape(-1, x.shape[-1])
-    parts = []
-    for (bank, _), first, start, stop in zip(
-        banks, firsts[:-1], cuts[:-1], cuts[1:], strict=True
-    ):
-        if start < stop:
-            own = order[start:stop]
-            parts.append(run_rows(bank, x[own // ids.shape[-1]], flat[own] - first))
-    if cuts[-1] < ids.size:
-        parts.append(mx.zeros((ids.size - cuts[-1], x.shape[-1]), x.dtype))
-    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return out[mx.argsort(order)].reshape(*ids.shape, -1)
+    cuts = [0, *read_cuts((flat[:, None] < mx.array(ends)).sum(axis=0))]
+    flat, tokens, firsts, shares = flat[order], order // ids.shape[-1], [0, *ends], []
+    for i in range(len(sizes)):
+        own = slice(cuts[i], cuts[i + 1])
+        shares.append((tokens[own], flat[own] - firsts[i]))
+    return shares, mx.argsort(order)
 
 
 def read_cuts(below: mx.array) -> list[int]:
