@@ -199,12 +199,22 @@ def test_sorted_matmuls_get_contiguous_rows_in_order(
     got = forms()[form](experts, x, ids)
     assert recorder.calls
     for call in recorder.calls:
+        if form == "partitioned" and pairs == 1:
+            assert not call["sorted"]  # a token's pairs share one row
+            continue
         assert call["sorted"]
         assert call["contiguous"]
         assert (np.diff(call["ids"].astype(np.int64)) >= 0).all()
     copies = mx.contiguous(x), mx.contiguous(ids)
     assert relative_error(got, forms()["gathered"](experts, *copies)) < 1e-6
     assert not recorder.calls[-1]["sorted"]
+
+
+def test_a_view_is_noticed(recorder: Recorder) -> None:
+    """The test of the test: a strided input, handed on as it is."""
+    x = mx.random.normal((6, 1, WIDTH))[::2]
+    two_banks(5).bank_hi.run_pairs(x, mx.array([0, 1, 2]), True)
+    assert [call["contiguous"] for call in recorder.calls] == [False, False, True]
 
 
 @pytest.mark.parametrize("form", ["sorted", "partitioned"])
@@ -327,3 +337,52 @@ def test_a_gpu_reads_once_a_layer_and_chunk_and_never_in_decode() -> None:
         assert reads == wanted, f"{tokens} tokens"
         assert_close(got, two.combine(*problem(tokens)), rel=1e-6)
     assert prefill_on_a_gpu(one, 3)[0] == 0
+
+
+KERNELS = ["kimi_k3_expert_gate_up", "kimi_k3_expert_down_combine"]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("split", [0, 5, 12])
+def test_few_pairs_are_two_launches(
+    simulated_kernels: Callable[..., Any], split: int, dtype: mx.Dtype
+) -> None:
+    """One bank or two; no other form has a part in it."""
+    experts = two_banks(split)
+    for tokens in (1, EXPERTS - 1):
+        x, ids, weights = problem(tokens)
+        want = (truth(experts, x, ids) * to_numpy(weights)[..., None]).sum(axis=-2)
+        with (
+            simulated_kernels() as launches,
+            mock.patch.object(RoutedExperts, "_run", side_effect=AssertionError),
+        ):
+            got = experts.combine(x.astype(dtype), ids, weights)
+        assert [launch.name for launch in launches.records] == KERNELS
+        rel = EXACT if dtype == mx.float32 else 2e-2
+        assert_close(got, want, rel=rel, where=f"{tokens} tokens", dtype=dtype)
+
+
+def test_who_does_not_launch(simulated_kernels: Callable[..., Any]) -> None:
+    """Prefill, training and adapters take MLX's matmuls."""
+
+    def launches_of(experts: RoutedExperts, tokens: int) -> int:
+        given = problem(tokens)
+        with simulated_kernels() as launches:
+            got = experts.combine(*given)
+        want = truth(experts, given[0], given[1]) * to_numpy(given[2])[..., None]
+        assert_close(got, want.sum(axis=-2), rel=EXACT)
+        return len(launches.records)
+
+    experts = two_banks(5)
+    assert launches_of(experts, 1) == 2
+    assert launches_of(experts, EXPERTS) == 0
+    experts.train()
+    assert launches_of(experts, 1) == 0
+    experts = two_banks(5)
+    wrapped: Any = LoRASwitchLinear.from_base(experts.bank_lo.up_proj, r=4)
+    experts.bank_lo.up_proj = wrapped
+    experts.eval()
+    given = problem(1)
+    with simulated_kernels() as launches:
+        mx.eval(experts.combine(*given))
+    assert not launches.records
