@@ -148,6 +148,15 @@ def test_one_bank_is_two_of_the_same_weights(tokens: int) -> None:
     assert_close(experts.combine(x, ids, weights), want, rel=1e-6)
 
 
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """The rules of the CPU, also on a Mac."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
 class Recorder:
     """Notes the shapes of every expert matmul while it runs."""
 
@@ -248,11 +257,13 @@ def partitioned_calls(recorder: Recorder, experts: RoutedExperts, tokens: int) -
     return sum(call["rows"] for call in recorder.calls)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_each_bank_runs_its_own_pairs_only(recorder: Recorder, tokens: int) -> None:
     assert partitioned_calls(recorder, two_banks(5), tokens) == 3 * 4 * tokens
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("split", [0, 5])
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_slots_without_weight_are_not_run(
@@ -265,12 +276,14 @@ def test_slots_without_weight_are_not_run(
     assert partitioned_calls(recorder, experts, tokens) == 3 * used
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_no_slot_has_weight() -> None:
     experts = two_banks(5, expert_top_p=0.9)
     x, ids, weights = problem(33)
     assert not experts.combine(x, ids, 0 * weights).any()
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_training_reads_nothing_and_has_gradients(tokens: int) -> None:
     experts = two_banks(5, "dense", "dense")
@@ -293,6 +306,7 @@ def test_training_reads_nothing_and_has_gradients(tokens: int) -> None:
             mx.compile(loss)(x, ids, weights)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_an_adapter_is_called(recorder: Recorder) -> None:
     """LoRA around a bank's projection changes the result as it does alone."""
     experts = two_banks(5)
@@ -327,6 +341,7 @@ def prefill_on_a_gpu(experts: RoutedExperts, tokens: int) -> tuple[int, mx.array
     return len(reads), out
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_gpu_reads_once_a_layer_and_chunk_and_never_in_decode() -> None:
     """From four pairs an expert on; below, as in decode, nothing is read."""
     two, few = two_banks(5), EXPERTS - 1
