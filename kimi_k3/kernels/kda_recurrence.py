@@ -89,10 +89,11 @@ def _step(
 ) -> tuple[mx.array, mx.array]:
     """One token: (B, H, K) ×2, (B, H, V), (B, H, K), (B, H), (B, H, V, K)."""
     state = state * decay[..., None, :]
-    recalled = (state @ key[..., None]).squeeze(-1)
+    # Products and sums: MLX's CPU multiplies small matrices with vectors slowly.
+    recalled = (state * key[..., None, :]).sum(-1)
     correction = (value - recalled) * beta[..., None]
     state = state + correction[..., None] * key[..., None, :]
-    return (state @ query[..., None]).squeeze(-1), state
+    return (state * query[..., None, :]).sum(-1), state
 
 
 def kda_recurrence_reference(
