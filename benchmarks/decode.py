@@ -4,9 +4,10 @@
 
 Writes a random build with experts in mxfp4 and the rest in bf16 (:data:`SHAPE`), loads
 it twice through ``mlx_lm.utils.load_model``, and checks before timing that both classes
-give the same logits. Runs of the two alternate, and a figure is the median over runs;
-figures of one run can be compared with each other and with nothing else. The last line
-of the output is one JSON document; ``--out FILE`` also writes it.
+give the same logits. The two take turns at every step; figures are medians, of time on
+the clock and of processor time ("cpu"), and those of one run can be compared with each
+other and with nothing else. The last line of the output is one JSON document;
+``--out FILE`` also writes it. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,40 +143,54 @@ def error(got: mx.array, want: mx.array) -> float:
     return float(f"{(mx.abs(got - want).max() / mx.abs(want).max()).item():.2e}")
 
 
-def timed_run(model: Any, tokens: mx.array, decoded: int) -> dict[str, float]:
-    """Seconds of one prefill and of each of ``decoded`` steps after it (median)."""
-    cache = model.make_cache()
-    start = time.perf_counter()
-    logits = model(tokens[None], cache)
-    mx.eval(logits, [c.state for c in cache])
-    prefill = time.perf_counter() - start
-    steps = []
-    for _ in range(decoded):
-        token = mx.argmax(logits[:, -1:], axis=-1)
-        start = time.perf_counter()
-        logits = model(token, cache)
-        mx.eval(logits, [c.state for c in cache])
-        steps.append(time.perf_counter() - start)
-    return {"prefill": prefill, "decode": statistics.median(steps)}
+class Timed:
+    """One model in the middle of a generation; each call runs and times a step."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.cache = model.make_cache()
+
+    def __call__(self, tokens: mx.array) -> tuple[mx.array, float, float]:
+        """The next token, seconds on the clock, and seconds of processor time."""
+        start, used = time.perf_counter(), time.process_time()
+        logits = self.model(tokens, self.cache)
+        mx.eval(logits, [entry.state for entry in self.cache])
+        seconds = time.perf_counter() - start, time.process_time() - used
+        return mx.argmax(logits[:, -1:], axis=-1), *seconds
 
 
 def alternate(
-    models: dict[str, Any], run: Callable[[Any], dict[str, float]], runs: int
+    models: dict[str, Any], tokens: mx.array, runs: int, decoded: int
 ) -> dict[str, Any]:
-    """Milliseconds of each model by phase, medians over runs, and their ratios."""
-    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for _ in range(runs):
-        for name, model in models.items():
-            seconds[name].append(run(model))
-    result: dict[str, Any] = {}
-    for phase in ("prefill", "decode"):
-        ms = {
-            name: statistics.median(one[phase] for one in times) * 1e3
-            for name, times in seconds.items()
-        }
-        result[phase] = {f"{name} ms": round(value, 2) for name, value in ms.items()}
-        result[phase]["ratio"] = round(ms["mlx-lm"] / ms["kimi-k3-mlx"], 2)
-    return result
+    """Milliseconds of each model by phase, medians, and their ratios.
+
+    The models take turns at every step, each beginning as often as the other, and a
+    ratio is the median of the ratios within a turn: what else the machine does meets
+    both. "cpu" is processor time.
+    """
+    pairs: dict[str, list[dict[str, float]]] = {}
+    for number in range(runs):
+        timed = {name: Timed(model) for name, model in models.items()}
+        given = dict.fromkeys(models, tokens[None])
+        for step in range(decoded + 1):
+            phase = "decode" if step else "prefill"
+            order = list(models) if (number + step) % 2 else list(models)[::-1]
+            turn: dict[str, tuple[float, float]] = {}
+            for name in order:
+                given[name], *seconds = timed[name](given[name])
+                turn[name] = (seconds[0], seconds[1])
+            for i, clock in enumerate((phase, f"{phase} cpu")):
+                pairs.setdefault(clock, []).append({n: t[i] for n, t in turn.items()})
+    return {clock: _summary(turns) for clock, turns in pairs.items()}
+
+
+def _summary(turns: list[dict[str, float]]) -> dict[str, float]:
+    ratios = [turn["mlx-lm"] / turn["kimi-k3-mlx"] for turn in turns]
+    found = {
+        f"{name} ms": round(statistics.median(turn[name] for turn in turns) * 1e3, 2)
+        for name in turns[0]
+    }
+    return found | {"ratio": round(statistics.median(ratios), 2)}
 
 
 def agreement(
@@ -209,20 +223,17 @@ def measure(runs: int, prompt: int, decoded: int) -> dict[str, Any]:
         of_bf16, between = agreement(checked, tokens[: prompt // 2], 4)
         print("bf16 logits against float32:", of_bf16, "float32:", between, flush=True)
 
-    def run(model: Any) -> dict[str, float]:
-        return timed_run(model, tokens, decoded)
-
     rows = {}
     for dtype, pair in {"bfloat16": models, "float32": checked}.items():
         for model in pair.values():
             logits_of(model, tokens[:8], 2)
-        rows[dtype] = alternate(pair, run, runs)
+        rows[dtype] = alternate(pair, tokens, runs, decoded)
         print(dtype, rows[dtype], flush=True)
     return {
         "benchmark": "decode",
         "command": "python benchmarks/decode.py",
         "machine": f"{platform.system()} {platform.machine()}, CPU, {os.cpu_count()} cores",
-        "load": round(os.getloadavg()[0], 1),
+        "load average at the end": round(os.getloadavg()[0], 1),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "kimi-k3-mlx")},
         "runs": runs,
         "prompt_tokens": prompt,
@@ -238,18 +249,35 @@ def measure(runs: int, prompt: int, decoded: int) -> dict[str, Any]:
     }
 
 
+def table(result: dict[str, Any]) -> str:
+    """The rows of a result, in milliseconds."""
+    lines = [
+        "| weights | phase | mlx-lm ms | kimi-k3-mlx ms | ratio | ratio of cpu time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for dtype, row in result["rows"].items():
+        for phase in ("prefill", "decode"):
+            ms, cpu = row[phase], row[f"{phase} cpu"]
+            lines.append(
+                f"| {dtype} | {phase} | {ms['mlx-lm ms']:.0f} "
+                f"| {ms['kimi-k3-mlx ms']:.0f} | {ms['ratio']} | {cpu['ratio']} |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=5, help="runs of each model")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prefill")
     parser.add_argument("--tokens", type=int, default=16, help="decoded tokens a run")
     parser.add_argument("--out", type=Path, help="write the result here")
     options = parser.parse_args()
     result = measure(options.runs, options.prompt, options.tokens)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
     print(json.dumps(result))
 
 
