@@ -3,8 +3,6 @@
 Reference: ``KimiDeltaAttention`` in Moonshot's ``modeling_kimi_linear.py``.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
@@ -103,15 +101,3 @@ class KimiDeltaAttention(nn.Module):
             cache[0], cache[1] = conv_state, state
             cache.advance(T)
         return self.o_proj(out)
-
-
-def cache_metadata(cache: Any) -> list[mx.array]:
-    """Arrays a cache keeps beside its state: padding, lengths, per-row offsets.
-
-    mlx-lm updates them lazily each step and may never look at them again; whoever
-    runs the step has to see that they are evaluated, or their graphs grow for ever.
-    """
-    found = (
-        getattr(cache, name, None) for name in ("left_padding", "lengths", "offset")
-    )
-    return [value for value in found if isinstance(value, mx.array)]

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from ..config import TextArgs
 from .attention_residuals import ResidualStack, ScoreProjection, mix, mix_and_norm
-from .kda import KimiDeltaAttention, cache_metadata
+from .kda import KimiDeltaAttention
 from .latent_moe import LatentMoE
 from .mla import GatedMLA
 from .mlp import MLP
@@ -230,5 +230,17 @@ class LanguageModel(nn.Module):
 
 def _with_cache_metadata(h: mx.array, caches: list[Any]) -> mx.array:
     """``h``, whose evaluation also evaluates what the caches count beside their state."""
-    metadata = [value for cache in caches for value in cache_metadata(cache)]
+    metadata = [value for cache in caches for value in _cache_metadata(cache)]
     return mx.depends(h, metadata) if metadata else h
+
+
+def _cache_metadata(cache: Any) -> list[mx.array]:
+    """Arrays a cache keeps beside its state: padding, lengths, per-row offsets.
+
+    mlx-lm updates them lazily each step and may never look at them again; whoever
+    runs the step has to see that they are evaluated, or their graphs grow for ever.
+    """
+    found = (
+        getattr(cache, name, None) for name in ("left_padding", "lengths", "offset")
+    )
+    return [value for value in found if isinstance(value, mx.array)]
