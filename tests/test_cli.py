@@ -9,11 +9,13 @@ import pytest
 from fresh_python import run_command, run_python
 from tiny_k3 import write_t2
 
-from kimi_k3 import __version__, cli, folder_check
+from kimi_k3 import __version__, folder_check
 from kimi_k3.cli import VERBS, main
 from kimi_k3.errors import CheckpointError, KimiK3Error, RegistrationError
 from kimi_k3.run import named_checkpoints, run_host
 from kimi_k3.tokenizer import files
+from kimi_k3.verbs.printing import progress_line
+from kimi_k3.verbs.verb import Verb
 
 
 @pytest.fixture
@@ -101,11 +103,11 @@ def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]):
         main(["--debug", "run", "os"])
 
 
-def failing_verb(error: BaseException) -> cli.Verb:
+def failing_verb(error: BaseException) -> Verb:
     def fail(options: object) -> int:
         raise error
 
-    return cli.Verb("fail", "  kimi-k3 fail\n", lambda parser: None, fail)
+    return Verb("fail", "  kimi-k3 fail\n", lambda parser: None, fail)
 
 
 def test_interrupt(monkeypatch: pytest.MonkeyPatch):
@@ -278,9 +280,9 @@ def test_verify_prints_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_progress_is_for_terminals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert cli._progress_line("read") is None
+    assert progress_line("read") is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    show = cli._progress_line("read")
+    show = progress_line("read")
     assert show is not None
     show(1, 4)
     show(4, 4)

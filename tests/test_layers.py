@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: From the top down: a room may import its own level and those below.
 LEVELS = (
     ("cli", "__main__"),
+    ("verbs",),
     ("run", "build", "evaluate", "nano", "machine"),
     ("loading", "folder_check"),
     ("tokenizer", "models"),
