@@ -8,6 +8,8 @@
     │   └── ForeignCheckpointError  a format that belongs to another tool
     ├── TokenizerError       tokenizer files are missing, damaged or of another model
     ├── ChatError            a conversation cannot be rendered
+    ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
+    ├── MissingPackageError  a package that is needed only for this is not installed
     ├── RegistrationError    the host library cannot be served
     └── DistributedError     a model cannot be split over this many ranks
 
@@ -46,6 +48,14 @@ class TokenizerError(KimiK3Error):
 
 class ChatError(KimiK3Error):
     """A conversation cannot be rendered."""
+
+
+class SaliencyError(KimiK3Error):
+    """What a calibration recorded is empty or damaged, or is asked for what it lacks."""
+
+
+class MissingPackageError(KimiK3Error):
+    """A package that only this function needs is not installed."""
 
 
 class RegistrationError(KimiK3Error):
