@@ -8,6 +8,8 @@
     │   └── ForeignCheckpointError  a format that belongs to another tool
     ├── TokenizerError       tokenizer files are missing, damaged or of another model
     ├── ChatError            a conversation cannot be rendered
+    ├── CalibrationError     a calibration cannot start, or cannot go on
+    │   └── PartialResultError    kept results of one are damaged or belong to another
     ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
     ├── MissingPackageError  a package that is needed only for this is not installed
     ├── RegistrationError    the host library cannot be served
@@ -48,6 +50,14 @@ class TokenizerError(KimiK3Error):
 
 class ChatError(KimiK3Error):
     """A conversation cannot be rendered."""
+
+
+class CalibrationError(KimiK3Error):
+    """A calibration cannot start, or cannot go on."""
+
+
+class PartialResultError(CalibrationError):
+    """Kept results of a calibration are damaged, or belong to another one."""
 
 
 class SaliencyError(KimiK3Error):
