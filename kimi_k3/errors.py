@@ -5,6 +5,7 @@
     ├── CheckpointError      tensors or files do not fit the config
     │   ├── MissingShardError     a shard named by the index is not there
     │   ├── TruncatedShardError   a shard is shorter than its header says
+    │   ├── ChangedShardError     a shard changed after it was opened
     │   └── ForeignCheckpointError  a format that belongs to another tool
     ├── TokenizerError       tokenizer files are missing, damaged or of another model
     ├── ChatError            a conversation cannot be rendered
@@ -13,7 +14,10 @@
     ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
     ├── MissingPackageError  a package that is needed only for this is not installed
     ├── RegistrationError    the host library cannot be served
-    └── DistributedError     a model cannot be split over this many ranks
+    ├── DistributedError     a model cannot be split over this many ranks
+    ├── NotFiniteError       a layer gives NaN or infinity
+    └── ScratchError         a run's own files cannot be written or do not fit
+        └── DamagedScratchError   they are not as they were written
 
 All derive from ``ValueError`` too, which is what mlx-lm and mlx-vlm expect a
 loader to raise.
@@ -38,6 +42,10 @@ class MissingShardError(CheckpointError):
 
 class TruncatedShardError(CheckpointError):
     """A shard is shorter (or longer) than its header describes."""
+
+
+class ChangedShardError(CheckpointError):
+    """A shard changed after it was opened."""
 
 
 class ForeignCheckpointError(CheckpointError):
@@ -74,6 +82,18 @@ class RegistrationError(KimiK3Error):
 
 class DistributedError(KimiK3Error):
     """The model cannot be split over this many ranks."""
+
+
+class NotFiniteError(KimiK3Error):
+    """A layer gives NaN or infinity."""
+
+
+class ScratchError(KimiK3Error):
+    """Files that a run keeps for itself cannot be written, or do not fit it."""
+
+
+class DamagedScratchError(ScratchError):
+    """Files that a run kept for itself are not as they were written."""
 
 
 class UnknownKeyWarning(UserWarning):

@@ -55,9 +55,7 @@ def check_folder(path: str | Path) -> FolderReport:
     Raises the :class:`~kimi_k3.errors.KimiK3Error` that names the first fault and how
     many more there are. A folder without tokenizer files passes, with a note.
     """
-    folder, faults = read_folder(Path(path))
-    if faults:
-        raise _first(faults)
+    folder = open_folder(path)
     notes = [*folder.notes, *check_tensors(folder), *check_tokenizer(folder.path)]
     if total_size := folder.total_size_note:
         notes.append(total_size)
@@ -65,10 +63,25 @@ def check_folder(path: str | Path) -> FolderReport:
     return FolderReport(folder, count, folder.data_bytes, tuple(notes))
 
 
-def check_tensors(folder: Folder) -> list[str]:
-    """Names, shapes, types and widths of all tensors against the model; notes.
+def open_folder(path: str | Path) -> Folder:
+    """The folder ``path``; raises the first fault of its config, index and shards."""
+    folder, faults = read_folder(Path(path))
+    if faults:
+        raise _first(faults)
+    return folder
 
-    Nothing is read or computed: each tensor has a stand-in of its shape and type.
+
+def check_tensors(folder: Folder) -> list[str]:
+    """Names, shapes, types and widths of all tensors against the model; notes."""
+    return lazy_model(folder)[1]
+
+
+def lazy_model(folder: Folder) -> tuple[Model, list[str]]:
+    """The model that the tensors of ``folder`` make, quantised as stored; notes.
+
+    Nothing is read or computed: each tensor has a stand-in of its shape and type, and
+    the model's own parameters are not evaluated. Raises CheckpointError where names,
+    shapes, types or widths contradict the config.
     """
     args = folder.args
     model = Model(args)
@@ -94,7 +107,7 @@ def check_tensors(folder: Folder) -> list[str]:
                     "from disk are not offered here."
                 ) from error
             raise
-    return [str(warning.message) for warning in caught]
+    return model, [str(warning.message) for warning in caught]
 
 
 def check_tokenizer(path: Path) -> list[str]:
