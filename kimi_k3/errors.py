@@ -9,6 +9,10 @@
     │   └── ForeignCheckpointError  a format that belongs to another tool
     ├── TokenizerError       tokenizer files are missing, damaged or of another model
     ├── ChatError            a conversation cannot be rendered
+    ├── MixError             a mix of corpora is incomplete or contradicts itself
+    ├── SamplesError         text cannot be made into samples, or their file is damaged
+    │   ├── ShortCorpusError      a corpus has fewer tokens than its share asks for
+    │   └── OverlapError          samples hold documents that they must not hold
     ├── CalibrationError     a calibration cannot start, or cannot go on
     │   └── PartialResultError    kept results of one are damaged or belong to another
     ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
@@ -74,6 +78,22 @@ class SaliencyError(KimiK3Error):
 
 class MissingPackageError(KimiK3Error):
     """A package that only this function needs is not installed."""
+
+
+class MixError(KimiK3Error):
+    """The description of a mix of corpora is incomplete or contradicts itself."""
+
+
+class SamplesError(KimiK3Error):
+    """Text cannot be made into samples, or a file of samples is damaged."""
+
+
+class ShortCorpusError(SamplesError):
+    """A corpus has fewer tokens than its share of the samples asks for."""
+
+
+class OverlapError(SamplesError):
+    """Samples hold documents that they must not have in common with others."""
 
 
 class RegistrationError(KimiK3Error):
