@@ -25,7 +25,8 @@ from .errors import CheckpointError, ForeignCheckpointError, KimiK3Error
 from .models import Model
 from .tokenizer.files import CONFIG_FILE, VOCAB_FILE, check_tokenizer_folder
 
-_DTYPES = {
+#: The types that a Kimi K3 is stored in, and MLX's name of each.
+STORED_DTYPES = {
     "F32": mx.float32,
     "F16": mx.float16,
     "BF16": mx.bfloat16,
@@ -130,7 +131,7 @@ def _stand_ins(headers: Iterable[ShardHeader]) -> dict[str, mx.array]:
         for name, tensor in header.tensors.items():
             if name.startswith(OTHER_PARTS):
                 continue
-            if not loaded or tensor.dtype not in _DTYPES:
+            if not loaded or tensor.dtype not in STORED_DTYPES:
                 why = (
                     f"is stored as {tensor.dtype}, which no Kimi K3 format has"
                     if loaded
@@ -141,7 +142,7 @@ def _stand_ins(headers: Iterable[ShardHeader]) -> dict[str, mx.array]:
                 )
             look = tensor.dtype, tensor.shape
             if look not in zeros:
-                zeros[look] = mx.zeros(tensor.shape, dtype=_DTYPES[tensor.dtype])
+                zeros[look] = mx.zeros(tensor.shape, dtype=STORED_DTYPES[tensor.dtype])
             found[name] = zeros[look]
     return found
 
