@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..errors import ChatError, MissingPackageError, SamplesError
 from .mix import Chats, Corpus, Dataset, Files, JsonLines
 
 #: Longer texts are cut into documents of at most so many characters, at a line's end.
-MOST_CHARACTERS = 16_000
+MOST_CHARACTERS = 8_000
 
 _BLOCK = 1 << 20  # bytes of a text file that are read at once
 
@@ -138,8 +139,10 @@ def _file_documents(
     file: FoundFile, where: str, left_out: LeftOut
 ) -> Iterator[Document | None]:
     try:
+        if not file.path.stat().st_size:
+            yield None
         yield from map(document, cut(_decoded(file.path)))
-    except _NoTextError as error:
+    except (_NoTextError, OSError) as error:
         if not file.by_glob:
             raise SamplesError(f"{where}: {error}") from error
         left_out(str(error))
@@ -287,7 +290,7 @@ def _conversations(
 def _dataset_texts(source: Dataset, base: Path, where: str) -> Iterator[str]:
     """Texts of a streamed dataset, of the rows that its filter lets through."""
     try:
-        import datasets
+        datasets = import_module("datasets")
     except ImportError as error:
         raise MissingPackageError(
             f"{where} streams the dataset {source.path}, which needs the datasets "
