@@ -7,16 +7,21 @@ class through an import finder that the installation adds (:mod:`kimi_k3.registr
 # Importing typing would cost more than the rest of a Python start with this package.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from .build.calibrate import calibrate
     from .loading import load
     from .registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load", "register"]
+__all__ = ["__version__", "calibrate", "load", "register"]
 
 
 def __getattr__(name: str) -> object:
     """Import what ``__all__`` offers when it is first asked for."""
+    if name == "calibrate":
+        from .build.calibrate import calibrate
+
+        return calibrate
     if name == "load":
         from .loading import load
 

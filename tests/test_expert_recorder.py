@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from closeness import assert_close, assert_same, relative_error
-from expert_layers import EXPERTS, problem, text_args, two_banks
+from expert_layers import EXPERTS, problem, two_banks
 from oracle_calibration import Truth, record_experts
 from oracle_pair import Pair, float64, make_pair
 from tiny_k3 import t0_model
@@ -101,8 +101,6 @@ def test_statistics_are_the_oracle(pair: Pair, chunk_tokens: int):
         ("down", recorder.inner_moment),
     ):
         assert_close(found, truth.moments[name], rel=REL, where=name)
-    tokens = np.bincount(np.concatenate([s[1].reshape(-1) for s in steps]) + 1)[1:]
-    recorder.sums.check(tokens, pair.oracle.config["num_experts_per_token"])
 
 
 def biased_gates(moe: Any) -> Callable[[], None]:
@@ -216,15 +214,9 @@ def test_labels_that_do_not_fit_are_refused():
         ExpertRecorder(experts, 2, chunk_tokens=0)
 
 
-def test_sums_that_make_no_sense_are_refused():
+def test_sums_of_another_shape_are_refused():
     sums = ExpertSums.zeros(2, 4)
-    sums.count[:] = [[2, 0, 0, 2], [1, 1, 0, 0]]
-    sums.check(np.array([2, 1]), 2)
-    with pytest.raises(CalibrationError, match=r"\[4, 2\] choices .* \[2, 2\]"):
-        sums.check(np.array([2, 2]), 2)
-    sums.reap_sum[1, 3] = np.nan
-    with pytest.raises(CalibrationError, match="reap_sum of expert 3"):
-        sums.check(np.array([2, 1]), 2)
     with pytest.raises(CalibrationError, match=r"gate_sum is float64 \(2, 3\)"):
         ExpertSums(**sums.arrays() | {"gate_sum": np.zeros((2, 3))})
-    assert text_args().expert_top_p is None
+    with pytest.raises(CalibrationError, match=r"count is float64 .*, wanted int64"):
+        ExpertSums(**sums.arrays() | {"count": np.zeros((2, 4))})

@@ -65,25 +65,6 @@ class ExpertSums:
         """The statistics by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def check(self, tokens: np.ndarray, top_k: int) -> None:
-        """Raise CalibrationError unless each token chose ``top_k`` experts.
-
-        ``tokens`` (corpora,); every statistic must be a number.
-        """
-        for name, array in self.arrays().items():
-            if not np.isfinite(array).all():
-                _, expert = np.argwhere(~np.isfinite(array))[0]
-                raise CalibrationError(
-                    f"{name} of expert {expert} is not a number: the layer overflows "
-                    "or the checkpoint is damaged. Run `kimi-k3 verify` on the source."
-                )
-        found = self.count.sum(axis=1)
-        if not np.array_equal(found, tokens * top_k):
-            raise CalibrationError(
-                f"{found.tolist()} choices were recorded for {tokens.tolist()} tokens "
-                f"of each corpus, wanted {top_k} a token."
-            )
-
 
 @dataclass(frozen=True)
 class _Pairs:

@@ -1,0 +1,214 @@
+"""``kimi-k3 calibrate``: which experts of a checkpoint matter for which text."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CalibrationError
+from .printing import add_json_argument
+from .verb import Verb
+
+if TYPE_CHECKING:
+    from ..build.calibration_run import Progress
+    from ..build.saliency import SaliencyTable
+
+#: What a terminal's line is rewritten over, and how often.
+_WIDTH, _EVERY = 78, 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", nargs="?", help="a checkpoint folder, of the release or of any build"
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="MIX",
+        help="TOML file of a mix, the name of a shipped one, or an .npz of samples",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where results go, and what is kept meanwhile"
+    )
+    parser.add_argument(
+        "--moments",
+        choices=("on", "off"),
+        default="on",
+        help="record what each matrix reads, which choosing its bits needs "
+        "(default: on)",
+    )
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that go through a layer together (default: 2048)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GB",
+        help="hidden states to hold in memory; the others are read from FOLDER "
+        "(default: a quarter of this machine's memory)",
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="discard the partial results in FOLDER and start over",
+    )
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    for name, given in (
+        ("a checkpoint folder", options.source),
+        ("samples with --samples", options.samples),
+        ("a folder for the results with --out", options.out),
+    ):
+        if not given:
+            raise CalibrationError(f"name {name}; --help shows examples.")
+    # What transformers says about a missing PyTorch has no meaning here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from ..build.calibrate import STEP_TOKENS, calibrate
+
+    lines = _Lines()
+    limit = options.memory_limit
+    try:
+        table = calibrate(
+            options.source,
+            options.samples,
+            options.out,
+            moments=options.moments == "on",
+            step_tokens=options.step_tokens or STEP_TOKENS,
+            memory_limit=None if limit is None else int(limit * 1e9),
+            restart=options.restart,
+            progress=lines.layer,
+            samples_progress=lines.samples,
+            tell=lines.note,
+        )
+    except KeyboardInterrupt:
+        lines.note(
+            "stopped. Resume with the same command: finished layers are kept in "
+            f"{options.out}."
+        )
+        return 130
+    finally:
+        lines.end()
+    _print_result(table, Path(options.out), options.json)
+    return 0
+
+
+def _print_result(table: "SaliencyTable", out: Path, as_json: bool) -> None:
+    tokens = {
+        name: int(count)
+        for name, count in zip(table.corpora, table.tokens, strict=True)
+    }
+    if as_json:
+        document = {
+            "out": str(out),
+            "tokens": tokens,
+            "layers": table.layers.tolist(),
+            "experts": table.experts.tolist(),
+            "top_k": table.top_k,
+            "digest": table.digest,
+        }
+        print(json.dumps(document, indent=2))
+        return
+    most, least = int(table.experts.max()), int(table.experts.min())
+    experts = f"{most}" if most == least else f"{least} to {most}"
+    print(
+        f"{out}: {len(table.layers)} layers of {experts} experts, on "
+        f"{sum(tokens.values()):,} tokens of {', '.join(tokens)}.\n"
+        f"`kimi-k3 saliency {out}` shows which of them matter."
+    )
+
+
+class _Lines:
+    """Progress on stderr: a line a layer, and on a terminal one that moves."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0
+        self._open = False
+
+    def note(self, text: str) -> None:
+        """Print a remark on a line of its own."""
+        self.end()
+        print(text, file=sys.stderr, flush=True)
+
+    def samples(self, what: str, done: int, total: int) -> None:
+        """Show how far the samples are."""
+        self._moving(f"samples, {what}: {done:,} of {total:,}")
+
+    def layer(self, progress: "Progress") -> None:
+        """Show how far the layers are; a finished one keeps its line."""
+        line = progress_text(progress)
+        if not progress.finished:
+            self._moving(line)
+        else:
+            self._rewrite(line)
+            self.end()
+
+    def end(self) -> None:
+        """Leave the line that moves, if there is one."""
+        if self._open:
+            print(file=sys.stderr, flush=True)
+        self._open = False
+
+    def _moving(self, line: str) -> None:
+        now = time.monotonic()
+        if self._terminal and now >= self._next:
+            self._next = now + _EVERY
+            self._rewrite(line)
+
+    def _rewrite(self, line: str) -> None:
+        start = "\r" if self._terminal else ""
+        print(f"{start}{line:<{_WIDTH}}", end="", file=sys.stderr, flush=True)
+        self._open = True
+
+
+def progress_text(progress: "Progress") -> str:
+    """One line: layer, share of its rows, bytes gone through, speed, time left."""
+    width = len(str(progress.layers))
+    share = progress.rows_done / progress.rows
+    left = progress.seconds_left
+    parts = [
+        f"layer {progress.layer + 1:{width}} of {progress.layers}",
+        f"{share:4.0%}",
+        f"{_bytes(progress.bytes_done)} at {_bytes(progress.bytes_per_second)}/s",
+        f"{_duration(progress.seconds)} gone",
+    ]
+    if left is not None:
+        parts.append(f"{_duration(left)} left")
+    return "  ".join(parts)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+VERB = Verb(
+    "record which experts matter for which text, one layer in memory at a time",
+    "  kimi-k3 calibrate ./Kimi-K3 --samples mix.toml --out ./calibration\n"
+    "  kimi-k3 calibrate ./Kimi-K3 --samples general --out ./calibration\n"
+    "  kimi-k3 saliency ./calibration\n\n"
+    "Weights are read once, layer by layer, while the layer before computes. FOLDER gets\n"
+    "saliency.npz (per corpus and expert: tokens, router weights, what they contribute),\n"
+    "moments/ (what each matrix reads) and samples.npz (the tokens that were used).\n"
+    "Stopped or killed, the same command goes on where it was, to the same bits: each\n"
+    "layer is safe on disk before the next begins. Another source, other samples or\n"
+    "settings in the same FOLDER are refused. `kimi-k3 samples` looks at a mix first.\n",
+    add_arguments,
+    run,
+)
