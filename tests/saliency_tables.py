@@ -88,7 +88,7 @@ def big_table(
 ) -> SaliencyTable:
     """A table of K3's size, its concentration and its overlaps as published.
 
-    Layer 3 is flat, and layer 5 never chooses its experts 7, 11 and 12.
+    Decoder layer 4 is flat, and layer 6 never chooses its experts 7, 11 and 12.
     """
     rng = np.random.default_rng(7)
     axes = (layers, experts)
@@ -114,6 +114,7 @@ def big_table(
     norm = (
         np.exp(rng.normal(scale=0.15, size=axes)) * np.linspace(1, 9, layers)[:, None]
     )
+    gate[:, 3], norm[3] = 0.07 * count[:, 3], 1
     reap = gate * norm
     return SaliencyTable(
         corpora=CORPORA,

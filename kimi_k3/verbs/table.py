@@ -1,12 +1,14 @@
 """Every verb of ``kimi-k3``, in the order in which the help lists them."""
 
-from . import bench, demo, doctor, run, samples, verify
+from . import bench, calibrate, demo, doctor, run, saliency, samples, verify
 
 VERBS = {
     "demo": demo.VERB,
     "run": run.VERB,
     "verify": verify.VERB,
     "samples": samples.VERB,
+    "calibrate": calibrate.VERB,
+    "saliency": saliency.VERB,
     "bench": bench.VERB,
     "doctor": doctor.VERB,
 }
