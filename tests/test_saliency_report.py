@@ -234,6 +234,17 @@ def test_a_share_that_cannot_be(top: float) -> None:
         saliency_report(small_table(), top=top)
 
 
+@pytest.mark.parametrize(("top", "starved"), [(0.25, (1,)), (0.375, ()), (0.5, ())])
+def test_a_layer_starves_below_what_the_router_picks(
+    top: float, starved: tuple[int, ...]
+) -> None:
+    # Shares of a half in layer 0, of a quarter in layer 1: it keeps 0, 1, then 2.
+    report = saliency_report(counted_table([8, 8, 0, 0], [4, 4, 4, 4]), top=top)
+    assert report.starved == starved
+    warned = "ranked over all layers, the top" in report.text()
+    assert warned == bool(starved)
+
+
 # Words
 
 
