@@ -5,7 +5,7 @@ Ids lie as in the release: ranks, then 256 control ids of which a dozen have nam
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,22 @@ class TokenIds:
         }
 
 
-def write_tokenizer(folder: str | Path, *, vocab_size: int = 576) -> TokenIds:
+def write_tokenizer(
+    folder: str | Path,
+    *,
+    vocab_size: int = 576,
+    merges: Sequence[bytes] | None = None,
+) -> TokenIds:
     """Write tokenizer and generation files into ``folder``; the ids in them.
 
-    ``vocab_size`` counts bytes, merges and control ids. The folder is created; files of
+    ``vocab_size`` counts bytes, merges and control ids; the merges are those of
+    :data:`WORDS` unless ``merges`` gives all of them. The folder is created; files of
     the same names are replaced.
     """
-    merges = list(_merges())
+    if merges is None:
+        merges = list(_merges())
+    else:
+        vocab_size = _BYTES + len(merges) + _CONTROLS
     wanted = vocab_size - _BYTES - _CONTROLS
     if not 0 <= wanted <= len(merges):
         raise TokenizerError(
@@ -88,7 +97,7 @@ def write_tokenizer(folder: str | Path, *, vocab_size: int = 576) -> TokenIds:
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = [bytes([byte]) for byte in range(_BYTES)] + merges[:wanted]
+    tokens = [bytes([byte]) for byte in range(_BYTES)] + list(merges)[:wanted]
     lines = [b"%s %d" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
     (folder / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
     ids = {name: len(tokens) + place for name, place in CONTROL_NAMES.items()}
