@@ -1,6 +1,6 @@
 """What a calibration keeps on disk while it runs, so that nothing is done twice.
 
-OUT/run.json            what the results depend on, to the bit
+OUT/calibration.json    what the results depend on, to the bit
 OUT/samples.npz         the samples, so that going on needs no corpus
 OUT/moments/            input moments, a file a layer
 OUT/partial/            sums of each finished layer, and the hidden states after the last
@@ -32,8 +32,13 @@ from .sealed_npz import read_sealed, write_sealed
 #: Of everything here but the result: another version does not go on from it.
 FORMAT = 1
 
-RUN, SAMPLES, MOMENTS, PARTIAL = "run.json", "samples.npz", "moments", "partial"
-STATES, LOCK = "states", "lock"
+RUN, SAMPLES, MOMENTS, PARTIAL = (
+    "calibration.json",
+    "samples.npz",
+    "moments",
+    "partial",
+)
+STATES, LOCK, HEAD = "states", "lock", "head.npz"
 
 _KIND = "sums of a calibrated layer"
 _RESTART = "--restart discards the partial results in it and starts over."
@@ -105,7 +110,7 @@ class Journal:
 
     @property
     def head_path(self) -> Path:
-        return self.out / MOMENTS / "head.npz"
+        return self.out / MOMENTS / HEAD
 
     def record(
         self, layer: int, sums: ExpertSums | None, moments: LayerMoments | None
@@ -219,7 +224,7 @@ def writing(out: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Begun:
-    """What ``run.json`` says: the conditions, and what samples were asked for."""
+    """What ``calibration.json`` says: the conditions, and what samples were asked for."""
 
     conditions: Conditions
     request: str
@@ -253,10 +258,15 @@ def read_begun(out: Path) -> Begun | None:
     """What was begun in the folder ``out``; None if nothing was.
 
     Raises CalibrationError for a folder that holds other things, PartialResultError for
-    a damaged ``run.json``.
+    a damaged ``calibration.json``.
     """
     path = out / RUN
     if not path.exists():
+        if _holds_partial_results(out):
+            raise PartialResultError(
+                f"{path} is not there any more, but partial results are. Take it from a "
+                f"copy, or start over: {_RESTART}"
+            )
         if foreign := sorted({p.name for p in out.iterdir()} - {PARTIAL}):
             raise CalibrationError(
                 f"{out} holds {foreign[0]}, and no calibration that was begun. Name an "
@@ -292,18 +302,26 @@ def discard(folder: Path) -> None:
 
 
 def discard_all(out: Path) -> None:
-    """Delete everything a calibration wrote to OUT but the lock; ``run.json`` last."""
+    """Delete what a calibration wrote to ``out`` but the lock; the beginning last.
+
+    Only where one was begun: other files of these names are left alone.
+    """
+    if not (out / RUN).exists() and not _holds_partial_results(out):
+        return
     (out / RESULT).unlink(missing_ok=True)
-    for folder in (out / MOMENTS, out / PARTIAL):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
-    for path in (out / SAMPLES, out / RUN):
-        path.unlink(missing_ok=True)
+    moments = [*(out / MOMENTS).glob("layer-*.npz"), out / MOMENTS / HEAD]
+    partial = [path for path in (out / PARTIAL).iterdir() if path.name != LOCK]
+    for path in (*moments, *partial, out / SAMPLES, out / RUN):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     with suppress(OSError):
         (out / MOMENTS).rmdir()
+
+
+def _holds_partial_results(out: Path) -> bool:
+    return any(path.name != LOCK for path in (out / PARTIAL).iterdir())
 
 
 def _text_digest(content: Any) -> str:
