@@ -80,13 +80,11 @@ class LayerReader:
             pieces.sort(key=lambda piece: piece.tensor.start)
             with self._open(shard) as file:
                 for piece in pieces:
-                    if stopped():
-                        raise Stopped
                     if piece.target not in arrays:
                         arrays[piece.target], memory[piece.target] = _allocate(
                             piece, rows[piece.target]
                         )
-                    self._fill(file, piece, memory[piece.target])
+                    self._fill(file, piece, memory[piece.target], stopped)
                 self._check_unchanged(shard, file)
         arrays = {name: _as_words(name, array) for name, array in arrays.items()}
         # Nothing may be left to compute: another thread cannot finish this one's work.
@@ -141,7 +139,13 @@ class LayerReader:
         if (stat.st_size, stat.st_mtime_ns) != self.stamps[shard]:
             raise _changed(header)
 
-    def _fill(self, file: BinaryIO, piece: _Piece, memory: np.ndarray) -> None:
+    def _fill(
+        self,
+        file: BinaryIO,
+        piece: _Piece,
+        memory: np.ndarray,
+        stopped: Callable[[], bool],
+    ) -> None:
         """Read one tensor to its place."""
         header, tensor = self.headers[self.shard_of[piece.name]], piece.tensor
         if piece.row is not None:
@@ -151,6 +155,8 @@ class LayerReader:
             file.seek(tensor.start)
             done = 0
             while done < tensor.nbytes:
+                if stopped():
+                    raise Stopped
                 count = file.readinto(memory[done : done + READ_BYTES])  # type: ignore
                 if not count:
                     raise _truncated(header, tensor.start + done)

@@ -4,13 +4,16 @@ import math
 import os
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import DamagedScratchError, ScratchError
 from .raw_arrays import raw_array, raw_bytes
+
+#: At most this much is handed to the system at once; more than 2 GB is refused by some.
+WRITE_BYTES = 1 << 28
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -33,7 +36,6 @@ class RowFile:
         self.checksums = np.zeros(rows, np.uint32)
         self.written = np.zeros(rows, bool)
         self._rows: dict[int, mx.array] = {}
-        self._file: IO[bytes] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +46,12 @@ class RowFile:
 
         Raises ScratchError if the disk does not take them.
         """
-        memory = raw_bytes(values)
+        memory, done = raw_bytes(values), 0
         try:
-            if self._file is None:
-                self._file = self.path.open("wb")
-            self._file.seek(start * self.row_bytes)
-            self._file.write(memory.data)
+            with self.path.open("r+b" if self.written.any() else "wb") as file:
+                file.seek(start * self.row_bytes)
+                while done < len(memory):
+                    done += file.write(memory[done : done + WRITE_BYTES].data)
         except OSError as error:
             raise self._unwritable(error) from error
         for i, row in enumerate(np.split(memory, len(values))):
@@ -62,16 +64,11 @@ class RowFile:
 
     def finish(self) -> None:
         """Bring what was written to the disk itself."""
-        if self._file is None:
-            return
         try:
-            with self._file as file:
-                file.flush()
+            with self.path.open("r+b") as file:
                 os.fsync(file.fileno())
         except OSError as error:
             raise self._unwritable(error) from error
-        finally:
-            self._file = None
 
     def read(self, start: int, stop: int) -> mx.array:
         """The rows (stop - start, *row_shape).
@@ -84,7 +81,7 @@ class RowFile:
         try:
             with self.path.open("rb") as file:
                 file.seek(start * self.row_bytes)
-                count = file.readinto(memory.data)  # type: ignore[arg-type]
+                count = file.readinto(memory.data)
         except OSError as error:
             raise self._damaged(f"cannot be read ({error.strerror})") from error
         if count != len(memory):
