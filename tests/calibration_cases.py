@@ -27,15 +27,15 @@ def samples_for(
 ) -> Samples:
     """Random tokens of three corpora in turn; each row but the first is padded."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, 256, (rows, length)).astype(np.int32)
-    place = np.arange(rows * length).reshape(rows, length)
-    labels = (place // 5 % len(CORPORA)).astype(np.int16)
+    tokens = rng.integers(0, 256, (rows, length))
+    labels = np.arange(rows * length).reshape(rows, length) // 5 % len(CORPORA)
     for row in range(rows):
         labels[row, length - row % (length // 2) :] = -1
-    return samples_of(source, tokens, labels)
+    tokenizer = tokenizer_fingerprint(load_tokenizer(source))
+    return samples_of(tokenizer, tokens, labels)
 
 
-def samples_of(source: Path, tokens: np.ndarray, labels: np.ndarray) -> Samples:
+def samples_of(tokenizer: str, tokens: np.ndarray, labels: np.ndarray) -> Samples:
     """Samples of ``tokens`` and ``labels`` (rows, length), a document a corpus."""
     count = int(labels.max()) + 1
     return Samples(
@@ -44,7 +44,7 @@ def samples_of(source: Path, tokens: np.ndarray, labels: np.ndarray) -> Samples:
         labels.astype(np.int32),
         CORPORA[:count],
         tuple(f"{i:032x}" for i in range(count)),
-        tokenizer_fingerprint(load_tokenizer(source)),
+        tokenizer,
         "calibration",
     )
 
