@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from .documents import Document, Render, is_held_out, order_key, read_documents
-from .mix import Corpus, Mix
+from .mix import Corpus, Dataset, Mix
 
 CALIBRATION, HELD_OUT, ALL = "calibration", "held_out", "all"
 PARTS = (CALIBRATION, HELD_OUT, ALL)
 
-#: Characters of documents that are shuffled at a time.
+#: Characters of documents that are shuffled at a time, at most.
 BUFFERED = 8_000_000
 
-#: What is going on, how much of it is done, and of how much.
+#: A dataset comes over a network: no more than so many characters for each token wanted.
+BUFFERED_PER_TOKEN = 64
+
+#: What is going on, how much of it is done, and of how much (0 where nobody knows).
 Progress = Callable[[str, int, int], None]
 
 
@@ -55,6 +58,10 @@ class CorpusStream:
         self._seen = seen
         self._render = render
         self._progress = progress
+        self._buffered = BUFFERED
+        if isinstance(corpus.source, Dataset):
+            wanted = mix.wanted[mix.corpora.index(corpus)]
+            self._buffered = min(BUFFERED, BUFFERED_PER_TOKEN * wanted)
         self._documents = self._shuffled()
 
     def next(self) -> Document | None:
@@ -70,7 +77,7 @@ class CorpusStream:
             key = order_key(self._mix.seed, document.digest)
             heappush(heap, (key, number, document))
             characters += len(document.text)
-            while characters > BUFFERED:
+            while characters > self._buffered:
                 document = heappop(heap)[-1]
                 characters -= len(document.text)
                 yield document
@@ -92,8 +99,8 @@ class CorpusStream:
                     continue
                 self._seen.add(document.digest)
                 read += len(document.text)
-                if self._progress and read <= BUFFERED:
-                    self._progress(f"reading {self.name}", read, BUFFERED)
+                if self._progress and read <= self._buffered:
+                    self._progress(f"reading {self.name}, characters", read, 0)
                 yield document
 
     def _is_of_part(self, document: Document) -> bool:

@@ -48,7 +48,7 @@ def make_samples(
     Args:
         tokenizer_folder: a checkpoint folder, or one with the two tokenizer files.
         part: "calibration" or "held_out", which never share a document, or "all".
-        progress: is told what is going on, how much of it is done, and of how much.
+        progress: is told what is going on, how much is done, and of how much (or 0).
 
     Raises:
         MixError, SamplesError: what is wrong with the mix or its sources.

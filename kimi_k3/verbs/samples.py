@@ -112,17 +112,19 @@ class _Progress:
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._next = time.monotonic() + self.QUIET
+        self._next: float | None = None
         self._shown = False
 
     def show(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if self._next is None:
+            self._next = now + self.QUIET
         finished = what == "tokens" and done >= total
         if now < self._next and not (finished and self._shown):
             return
         self._next = now + (self.ON_TERMINAL if self._terminal else self.IN_A_LOG)
         self._shown = True
-        line = f"{what}: {done:,} of {total:,}"
+        line = f"{what}: {done:,}" + (f" of {total:,}" if total else "")
         if self._terminal:
             end = "\n" if finished else ""
             print(f"\r{line:<70}", end=end, file=sys.stderr, flush=True)
