@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CalibrationError
+from . import calibrate_dry_run
 from .printing import add_json_argument
 from .verb import Verb
 
@@ -58,9 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="discard the partial results in FOLDER and start over",
     )
     add_json_argument(parser)
+    calibrate_dry_run.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return calibrate_dry_run.dry_run(options)
     for name, given in (
         ("a checkpoint folder", options.source),
         ("samples with --samples", options.samples),
@@ -202,6 +206,7 @@ VERB = Verb(
     "record which experts matter for which text, one layer in memory at a time",
     "  kimi-k3 calibrate ./Kimi-K3 --samples mix.toml --out ./calibration\n"
     "  kimi-k3 calibrate ./Kimi-K3 --samples general --out ./calibration\n"
+    "  kimi-k3 calibrate --dry-run --samples mix.toml --memory-limit 64\n"
     "  kimi-k3 saliency ./calibration\n\n"
     "Weights are read once, layer by layer, while the layer before computes. FOLDER gets\n"
     "saliency.npz (per corpus and expert: tokens, router weights, what they contribute),\n"
