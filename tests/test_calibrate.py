@@ -196,3 +196,30 @@ def test_progress_tells_bytes_and_time(source: Path, samples: Samples, tmp_path:
     halfway = replace(seen[0], bytes_done=6e9, bytes_left=3e9, seconds=2.0)
     assert halfway.bytes_per_second == 3e9
     assert halfway.seconds_left == 1.0
+
+
+def peak_of(folder: Path, layers: int) -> tuple[int, int]:
+    """MLX's memory at its most while ``layers`` layers are calibrated; their weights."""
+    kda = [i for i in range(1, layers + 1) if i != 2]
+    source = write_source(
+        folder / "source",
+        num_hidden_layers=layers,
+        num_experts=64,
+        attn_res_block_size=layers,
+        linear_attn_config={"kda_layers": kda, "full_attn_layers": [2]},
+    )
+    samples = samples_for(source, rows=2, length=8)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    calibrate(source, samples, folder / "out", memory_limit=0)
+    peak = mx.get_peak_memory() - before
+    stream = LayerStream(source)
+    return peak, sum(stream.nbytes(i) for i in range(layers))
+
+
+def test_memory_does_not_grow_with_depth(tmp_path: Path):
+    few, _ = peak_of(tmp_path / "few", 5)
+    many, weights = peak_of(tmp_path / "many", 15)
+    assert many < 1.2 * few
+    assert many < weights / 3

@@ -85,6 +85,7 @@ class CalibrationRun:
         self.tokens = samples.tokens_per_corpus
         self.started = time.monotonic()
         self.bytes_done = 0
+        self.sizes = [stream.nbytes(i) for i in range(stream.num_layers)]
 
     def result(self) -> SaliencyTable:
         """Run what is left, and put all layers' sums together."""
@@ -158,7 +159,7 @@ class CalibrationRun:
         with writing(self.journal.out):
             self.journal.record(index, sums, kept)
         states.commit(index)
-        self.bytes_done += self.stream.nbytes(index)
+        self.bytes_done += self.sizes[index]
         self._show(index, states.rows, finished=True)
         return sums
 
@@ -208,15 +209,15 @@ class CalibrationRun:
     def _show(self, layer: int, rows_done: int, *, finished: bool = False) -> None:
         if self.progress is None:
             return
-        rows, stream = self.samples.rows, self.stream
-        here = 0 if finished else stream.nbytes(layer) * rows_done / rows
-        left = sum(map(stream.nbytes, range(layer + 1, stream.num_layers)))
+        rows = self.samples.rows
+        here = 0 if finished else self.sizes[layer] * rows_done / rows
+        left = sum(self.sizes[layer + 1 :])
         if not finished:
-            left += stream.nbytes(layer) - here
+            left += self.sizes[layer] - here
         self.progress(
             Progress(
                 layer=layer,
-                layers=stream.num_layers,
+                layers=len(self.sizes),
                 rows_done=rows_done,
                 rows=rows,
                 tokens=int(self.tokens.sum()),
