@@ -155,7 +155,7 @@ PROGRESS = Progress(
 
 def test_the_line_of_a_layer():
     assert progress_text(PROGRESS) == (
-        "layer 12 of 93   50%  200.0 GB at 500 MB/s  6:40 gone  45:20 left"
+        "layer 12 of 93   50%  200 GB at 500 MB/s  6:40 gone  45:20 left"
     )
     begun = replace(PROGRESS, layer=0, rows_done=0, bytes_done=0, seconds=7261)
     assert progress_text(begun) == "layer  1 of 93    0%  0 B at 0 B/s  2:01:01 gone"

@@ -189,11 +189,11 @@ def progress_text(progress: "Progress") -> str:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
-            return f"{count:.0f} {unit}"
+            return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.1f} GB"
+    return f"{count:.3g} TB"
 
 
 def _duration(seconds: float) -> str:
