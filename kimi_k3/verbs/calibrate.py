@@ -143,7 +143,8 @@ class _Lines:
 
     def samples(self, what: str, done: int, total: int) -> None:
         """Show how far the samples are."""
-        self._moving(f"samples, {what}: {done:,} of {total:,}")
+        of_all = f" of {total:,}" if total else ""
+        self._moving(f"samples, {what}: {done:,}{of_all}")
 
     def layer(self, progress: "Progress") -> None:
         """Show how far the layers are; a finished one keeps its line."""
