@@ -4,7 +4,7 @@ From a config alone, in seconds at any size: no weights are needed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,9 @@ def calibration_cost(
     check_source(text)
     layout = _Layout(args)
     sizes = sizes or layout.sizes
+    if not moments:  # only those of the head need what comes before it
+        not_read = {**sizes.not_read, "final norm": sizes.output}
+        sizes = replace(sizes, output=0, not_read=not_read)
     tokens = rows * length
     array = tokens * text.hidden_size * ITEM_BYTES
     traffic = state_traffic(text, array, memory_limit)

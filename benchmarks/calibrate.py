@@ -1,0 +1,361 @@
+"""Calibrate random checkpoints of two depths: memory, bytes read, speed.
+
+    python benchmarks/calibrate.py --out benchmarks/results/calibrate.json
+
+Writes two source-format checkpoints with random weights, 40 and 10 layers that are alike
+(64 experts each, about 2 GB and 0.5 GB) and hold as many residual blocks, then runs
+:data:`CASES`, each in a process of its own: with and without input moments, hidden
+states held in memory or, above a small limit, read from disk.
+
+- ``peak_array_mb``: most that MLX held at once (``mx.get_peak_memory``), and beside it
+  what the dry run's formula says; ``resident_growth_mb``: growth of the process.
+- ``bytes_read``: of weights, as the stream counts them; ``tensors_read_twice``: by name;
+  ``process_read_mb``: what the process asked of the system for in all (Linux).
+- ``tokens_per_second`` and ``bytes_per_second`` are of the whole run, from a disk cache
+  that has just been written. They are worth something beside each other only.
+
+Needs 3 GB of disk, in ``--folder`` or the system's temporary one, and some minutes. The
+last line of the output is one JSON document; ``--out FILE`` also writes it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kimi_k3.build.calibrate import calibrate
+from kimi_k3.build.calibration_cost import CalibrationCost, calibration_cost
+from kimi_k3.build.layer_reader import LayerReader
+from kimi_k3.build.samples import Samples, load_tokenizer, tokenizer_fingerprint
+from kimi_k3.checkpoint.source_layout import SourceTensor, source_tensors
+from kimi_k3.config import ModelArgs
+from kimi_k3.nano.config import small_config
+from kimi_k3.nano.random_checkpoint import random_values, write_json, write_shards
+from kimi_k3.nano.tokenizer_files import write_tokenizer
+
+MLX_TYPES = {"BF16": mx.bfloat16, "F32": mx.float32}
+VOCAB = 576
+CORPORA = ("code", "prose")
+
+#: Root mean square of MXFP4's sixteen codes.
+CODE_RMS = 2.926
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model whose layers are alike but for the first, which is dense, and for the kind
+    of attention. ``block`` is the layers of a residual block.
+    """
+
+    layers: int
+    block: int
+    hidden: int = 1024
+    heads: int = 8
+    expert: int = 512
+    experts: int = 64
+    top_k: int = 4
+
+    def config(self) -> dict[str, Any]:
+        layers = range(1, self.layers + 1)
+        text = {
+            "vocab_size": VOCAB,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": 2 * self.hidden,
+            "attn_res_block_size": self.block,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "q_lora_rank": self.hidden // 4,
+            "kv_lora_rank": self.hidden // 8,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts": self.experts,
+            "num_experts_per_token": self.top_k,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": self.expert,
+            "routed_expert_hidden_size": self.expert,
+        }
+        linear = {
+            "kda_layers": [i for i in layers if i % 4],
+            "full_attn_layers": [i for i in layers if i % 4 == 0],
+            "num_heads": self.heads,
+            "head_dim": 128,
+        }
+        return small_config(text=text, linear=linear)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: of the deep or the shallow checkpoint, and how."""
+
+    depth: str
+    moments: bool
+    memory_limit: int
+
+
+HELD, SPILLED = 1 << 34, 0
+
+CASES = {
+    f"{depth}, moments {'on' if moments else 'off'}, states {where}": Case(
+        depth, moments, limit
+    )
+    for depth in ("deep", "shallow")
+    for moments in (True, False)
+    for where, limit in (("held", HELD), ("on disk", SPILLED))
+    if depth == "deep" or moments
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How large everything is.
+
+    Both depths store three residual blocks, the last where a KDA layer follows another.
+    """
+
+    deep: Shape
+    shallow: Shape
+    rows: int
+    length: int
+    step_tokens: int
+
+
+FULL = Form(Shape(40, 18), Shape(10, 4), rows=8, length=256, step_tokens=512)
+
+#: Layers of a few megabytes; memory and reading mean the same there, speed nothing.
+_SMALL: dict[str, Any] = {
+    "hidden": 128,
+    "heads": 1,
+    "expert": 64,
+    "experts": 256,
+    "top_k": 2,
+}
+QUICK = Form(
+    Shape(14, 6, **_SMALL), Shape(6, 2, **_SMALL), rows=2, length=64, step_tokens=64
+)
+
+
+def write_checkpoint(folder: Path, shape: Shape) -> Path:
+    """A source checkpoint with tokenizer, a layer a shard, none of it held; its folder.
+
+    Codes of experts are random bytes, each matrix scaled so that it keeps a vector's size.
+    """
+    config = shape.config()
+    write_tokenizer(folder, vocab_size=VOCAB)
+    write_shards(folder, _parts(config), shape.layers + 1)
+    write_json(folder / "config.json", config)
+    return folder
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, mx.array]]:
+    """The tensors of each shard: one a layer, and one of the rest."""
+    rest, part, layer = {}, {}, 0
+    for spec in source_tensors(ModelArgs.from_dict(config)):
+        if spec.layer is None:
+            rest[spec.name] = _values(spec)
+            continue
+        if spec.layer != layer:
+            yield part
+            part, layer = {}, spec.layer
+        part[spec.name] = _values(spec)
+    yield part
+    yield rest
+
+
+def _values(spec: SourceTensor) -> mx.array:
+    if spec.name.endswith(".weight_packed"):
+        rng = np.random.default_rng(list(spec.name.encode()))
+        return mx.array(rng.integers(0, 256, spec.shape, np.uint8))
+    if spec.name.endswith(".weight_scale"):
+        inputs = 32 * spec.shape[-1]
+        exponent = round(-np.log2(CODE_RMS * inputs**0.5))
+        return mx.full(spec.shape, 127 + exponent, dtype=mx.uint8)
+    values = random_values(spec.name, spec.shape)
+    return mx.array(values).astype(MLX_TYPES[spec.dtype])
+
+
+def random_samples(folder: Path, rows: int, length: int) -> Samples:
+    """Random text tokens of two corpora, half a row each."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB - 256, (rows, length)).astype(np.int32)
+    labels = np.zeros((rows, length), np.int16)
+    labels[:, length // 2 :] = 1
+    tokenizer = tokenizer_fingerprint(load_tokenizer(folder))
+    hashes = tuple(f"{i:032x}" for i in range(len(CORPORA)))
+    documents = labels.astype(np.int32)
+    return Samples(tokens, labels, documents, CORPORA, hashes, tokenizer, "calibration")
+
+
+@dataclass
+class Reads:
+    """Counts the tensors that a run reads, while it stands before ``LayerReader.read``."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0
+
+    def __enter__(self) -> "Reads":
+        self._read = original = LayerReader.read
+        counts = self
+
+        def read(reader: LayerReader, names: list[str], *rest: Any) -> Any:
+            counts.names.update(names)
+            counts.nbytes += reader.nbytes(names)
+            return original(reader, names, *rest)
+
+        LayerReader.read = read
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LayerReader.read = self._read
+
+    @property
+    def twice(self) -> int:
+        return sum(count > 1 for count in self.names.values())
+
+
+def cost_of(form: Form, case: Case) -> CalibrationCost:
+    """What the dry run says of ``case``."""
+    return calibration_cost(
+        ModelArgs.from_dict(getattr(form, case.depth).config()),
+        rows=form.rows,
+        length=form.length,
+        step_tokens=form.step_tokens,
+        memory_limit=case.memory_limit,
+        moments=case.moments,
+        corpora=len(CORPORA),
+    )
+
+
+def measure(source: Path, form: Form, case: Case, out: Path) -> dict[str, Any]:
+    """Calibrate ``source`` in this process, and what that took."""
+    samples = random_samples(source, form.rows, form.length)
+    cost = cost_of(form, case)
+    resident, held = _peak_resident(), mx.get_active_memory()
+    mx.reset_peak_memory()
+    asked = _process_read()
+    start = time.perf_counter()
+    with Reads() as reads:
+        calibrate(
+            source,
+            samples,
+            out,
+            moments=case.moments,
+            step_tokens=form.step_tokens,
+            memory_limit=case.memory_limit,
+        )
+    seconds = time.perf_counter() - start
+    peak = mx.get_peak_memory() - held
+    read = None if asked is None else _megabytes((_process_read() or 0) - asked)
+    return {
+        "peak_array_mb": _megabytes(peak),
+        "formula_array_mb": _megabytes(cost.array_memory),
+        "formula_to_measured": round(cost.array_memory / peak, 3),
+        "resident_growth_mb": _megabytes(_peak_resident() - resident),
+        "bytes_read": reads.nbytes,
+        "bytes_expected": cost.sizes.read,
+        "tensors_read": len(reads.names),
+        "tensors_read_twice": reads.twice,
+        "process_read_mb": read,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(form.rows * form.length / seconds, 1),
+        "bytes_per_second": round(reads.nbytes / seconds),
+        "gflop_per_second": round(sum(cost.flop.values()) / seconds / 1e9, 1),
+    }
+
+
+def _peak_resident() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else 1024 * peak
+
+
+def _process_read() -> int | None:
+    """Bytes that this process has read so far, from files of any kind."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return None
+    line = next(x for x in counters.read_text().splitlines() if x.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def _megabytes(nbytes: int) -> float:
+    return round(nbytes / 1e6, 1)
+
+
+def _in_own_process(name: str, source: Path, quick: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--case", name, "--folder", str(source)]
+    found = subprocess.run(
+        command + ["--quick"] * quick, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def run_all(folder: Path, quick: bool) -> dict[str, Any]:
+    """Write both checkpoints into ``folder`` and run every case."""
+    form = QUICK if quick else FULL
+    sources = {}
+    for depth in ("deep", "shallow"):
+        sources[depth] = write_checkpoint(folder / depth, getattr(form, depth))
+        total = sum(f.stat().st_size for f in sources[depth].glob("*.safetensors"))
+        print(f"{depth}: {total / 1e9:.2f} GB written", flush=True)
+    load = os.getloadavg()[0]
+    cases = {}
+    for name, case in CASES.items():
+        cases[name] = _in_own_process(name, sources[case.depth], quick)
+        print(f"{name}: {cases[name]}", flush=True)
+    peaks = {
+        where: cases[f"deep, moments on, states {where}"]["peak_array_mb"]
+        / cases[f"shallow, moments on, states {where}"]["peak_array_mb"]
+        for where in ("held", "on disk")
+    }
+    return {
+        "benchmark": "calibrate",
+        "form": asdict(form),
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, CPU",
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm", "kimi-k3-mlx")},
+        "peak_of_deep_to_shallow": {k: round(v, 3) for k, v in peaks.items()},
+        "cases": cases,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="also write the result here")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go, new")
+    parser.add_argument(
+        "--quick", action="store_true", help="layers of a few megabytes"
+    )
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.case:
+            form = QUICK if options.quick else FULL
+            out = Path(scratch) / "out"
+            result = measure(options.folder, form, CASES[options.case], out)
+        else:
+            result = run_all(options.folder or Path(scratch), options.quick)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
