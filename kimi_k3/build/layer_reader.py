@@ -181,7 +181,7 @@ def _allocate(piece: _Piece, rows: int) -> tuple[mx.array, np.ndarray]:
 def _as_words(name: str, array: mx.array) -> mx.array:
     """Codes that the source keeps as bytes, as the 32-bit words that MLX has."""
     if ".switch_mlp." in name and name.endswith(".weight") and array.dtype == mx.uint8:
-        return mx.view(array, mx.uint32)
+        return mx.view(array, mx.uint32, stream=mx.cpu)
     return array
 
 

@@ -54,13 +54,13 @@ class RowFile:
                     done += file.write(memory[done : done + WRITE_BYTES].data)
         except OSError as error:
             raise self._unwritable(error) from error
-        for i, row in enumerate(np.split(memory, len(values))):
-            self.checksums[start + i] = zlib.crc32(row.data)
-            self.written[start + i] = True
-        if self.held:
-            rows = list(values)
-            mx.eval(rows)
-            self._rows |= dict(enumerate(rows, start))
+        for row, stored in enumerate(np.split(memory, len(values)), start):
+            self.checksums[row] = zlib.crc32(stored.data)
+            self.written[row] = True
+            if self.held:
+                # A copy: a slice would keep all that ``values`` is a part of.
+                self._rows[row], own = raw_array(self.row_shape, self.dtype)
+                own[:] = stored
 
     def finish(self) -> None:
         """Bring what was written to the disk itself."""
@@ -133,7 +133,7 @@ class RowFile:
         self.held = True
         for row in range(len(self.written)):
             self._rows[row] = self.read(row, row + 1)[0]
-            mx.eval(self._rows[row])
+            mx.eval(self._rows[row])  # or it would keep its place in an unfinished graph
 
     def _unwritable(self, error: OSError) -> ScratchError:
         return ScratchError(
