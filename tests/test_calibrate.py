@@ -160,6 +160,8 @@ def test_any_build_can_be_calibrated(
     assert table.layers.tolist() == with_experts
     assert table.experts.tolist() == [args.experts_in_layer(i) for i in with_experts]
     assert said == list(stream.notes)
+    rounded = any(name.endswith("gate.scales") for name in stream.folder.index.shard_of)
+    assert any("stores the router" in note for note in said) == rounded
 
 
 def test_two_banks_are_one(tmp_path: Path):

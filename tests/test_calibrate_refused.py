@@ -163,6 +163,33 @@ def test_a_finished_calibration_is_given_back(
     assert not (finished / "partial").exists()
 
 
+def test_a_damaged_result_is_made_again_only_if_asked(
+    source: Path, samples: Samples, tmp_path: Path
+):
+    out = tmp_path / "out"
+    calibrate(source, samples, out, moments=False)
+    whole = results(out)
+    (out / "saliency.npz").write_bytes(whole["saliency.npz"][:-9])
+    with pytest.raises(PartialResultError, match=r"saliency\.npz .*--restart"):
+        calibrate(source, samples, out, moments=False)
+    assert (out / "saliency.npz").stat().st_size == len(whole["saliency.npz"]) - 9
+    calibrate(source, samples, out, moments=False, restart=True)
+    assert results(out) == whole
+
+
+def test_kept_samples_that_are_damaged_are_named(source: Path, tmp_path: Path):
+    mix, out = tmp_path / "mix.toml", tmp_path / "out"
+    mix.write_text(
+        "tokens = 32\nlength = 16\nheld_out = 0\n"
+        '[[corpus]]\nname = "a"\nshare = 1\nfiles = ["text.txt"]\n'
+    )
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} text" for i in range(40)))
+    calibrate(source, mix, out, moments=False)
+    (out / "samples.npz").write_bytes(b"none")
+    with pytest.raises(PartialResultError, match=r"samples\.npz .*--restart"):
+        calibrate(source, mix, out, moments=False)
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("restart", [False, True])
 def test_another_calibration_in_the_folder_is_named(

@@ -14,6 +14,7 @@ from ..machine.hardware import read_machine
 from .calibration_checks import check_samples, check_source, request_of
 from .calibration_run import CalibrationRun, Tell, Watch
 from .journal import (
+    RESTART,
     RESULT,
     SAMPLES,
     Begun,
@@ -104,7 +105,7 @@ def calibrate(
             begun.refuse_other(out, now)
         journal = Journal(out, now)
         if (out / RESULT).exists():
-            table = SaliencyTable.load(out)
+            table = _finished(out)
             tell(f"{out} holds this calibration, finished; there is nothing to do.")
         else:
             with writing(out):
@@ -118,11 +119,20 @@ def calibrate(
     return table
 
 
-def _is_finished(out: Path) -> bool:
-    """Whether ``out`` holds a result, and all of it is whole."""
+def _finished(out: Path) -> SaliencyTable:
+    """The result in ``out``, which must be whole."""
     try:
-        return bool(SaliencyTable.load(out / RESULT)) and read_begun(out) is not None
-    except (SaliencyError, CalibrationError):
+        return SaliencyTable.load(out / RESULT)
+    except SaliencyError as error:
+        raise PartialResultError(f"{error} {RESTART}") from error
+
+
+def _is_finished(out: Path) -> bool:
+    """Whether ``out`` holds a result, and knows what it is the result of."""
+    try:
+        _finished(out)
+        return read_begun(out) is not None
+    except CalibrationError:
         return False
 
 
@@ -134,9 +144,7 @@ def _kept(out: Path, begun: Begun | None, request: str) -> Samples | None:
     try:
         return Samples.load(path)
     except SamplesError as error:
-        raise PartialResultError(
-            f"{error} Or start over: --restart discards the partial results."
-        ) from error
+        raise PartialResultError(f"{error} {RESTART}") from error
 
 
 def _open(

@@ -13,7 +13,7 @@ from ..models.text import DecoderLayer
 from .expert_recorder import ExpertRecorder, ExpertSums, recorded_experts
 from .hidden_states import HiddenStates
 from .input_moments import LayerMoments, MatrixRecorder, recorded_matrices
-from .journal import Journal, writing
+from .journal import RESTART, Journal, writing
 from .layer_stream import LayerStream
 from .saliency import SaliencyTable
 from .samples import Samples
@@ -103,7 +103,7 @@ class CalibrationRun:
                 self._head(states)
         except DamagedScratchError as error:
             raise PartialResultError(
-                f"{error} Take it from a copy, or pass --restart."
+                f"{error} Take it from a copy; {RESTART}"
             ) from error
         return self._table(sums)
 
@@ -114,7 +114,7 @@ class CalibrationRun:
         if self.journal.states_are_missing():
             raise PartialResultError(
                 f"{folder} holds no hidden states, but layers were finished with them. "
-                "Take it from a copy, or pass --restart."
+                f"Take it from a copy; {RESTART}"
             )
         return embed_rows(
             self.stream,

@@ -41,7 +41,9 @@ RUN, SAMPLES, MOMENTS, PARTIAL = (
 STATES, LOCK, HEAD = "states", "lock", "head.npz"
 
 _KIND = "sums of a calibrated layer"
-_RESTART = "--restart discards the partial results in it and starts over."
+
+#: The way out that there always is.
+RESTART = "--restart discards the partial results and starts over."
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Journal:
         found: dict[int, ExpertSums] = {}
         for layer in range(layers):
             path = self._record_path(layer)
-            remedy = f"Take it from a copy, or start over: {_RESTART}"
+            remedy = f"Take it from a copy, or start over: {RESTART}"
             arrays = read_sealed(path, _KIND, FORMAT, PartialResultError, remedy)
             about = json.loads(str(arrays.pop("about")))
             if (about["run"], about["layer"]) != (self._run(), layer):
@@ -234,7 +236,7 @@ class Begun:
         differences = self.conditions.differences(now)
         if not differences:
             return
-        way_out = f"Start it as it was begun, or name another folder; {_RESTART}"
+        way_out = f"Start it as it was begun, or name another folder; {RESTART}"
         if (out / RESULT).exists():
             way_out = "It is finished and stays as it is: name another folder."
         raise PartialResultError(
@@ -265,7 +267,7 @@ def read_begun(out: Path) -> Begun | None:
         if _holds_partial_results(out):
             raise PartialResultError(
                 f"{path} is not there any more, but partial results are. Take it from a "
-                f"copy, or start over: {_RESTART}"
+                f"copy, or start over: {RESTART}"
             )
         if foreign := sorted({p.name for p in out.iterdir()} - {PARTIAL}):
             raise CalibrationError(
@@ -286,7 +288,7 @@ def read_begun(out: Path) -> Begun | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = str(error) or type(error).__name__
     raise PartialResultError(
-        f"{path} is damaged: {problem}. Take it from a copy, or start over: {_RESTART}"
+        f"{path} is damaged: {problem}. Take it from a copy, or start over: {RESTART}"
     )
 
 
