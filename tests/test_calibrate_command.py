@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from fresh_python import environment_with, installed_command
 from kimi_k3.build import calibrate as module
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.build.calibration_run import Progress
+from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.cli import main
 from kimi_k3.verbs.calibrate import _Lines, progress_text
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +114,21 @@ def test_an_interrupt_says_how_to_go_on(
     assert "layers 0 to 1 were done before." in capsys.readouterr().err
 
 
-def test_a_killed_command_goes_on(source: Path, samples: Path, tmp_path: Path):
-    """B38: SIGKILL from outside, as soon as the first layer is safe."""
-    out = tmp_path / "out"
-    command = [installed_command("kimi-k3"), *arguments(source, samples, out)]
+def nano_mix(folder: Path) -> Path:
+    """The mix of the trained nano's five domains, for a short calibration."""
+    text = (ROOT / "benchmarks" / "nano" / "mix.toml").read_text()
+    text = text.replace("samples/", f"{ROOT}/benchmarks/nano/samples/")
+    for key, value in (("tokens", 1280), ("length", 64)):
+        text = re.sub(rf"^{key} = \d+", f"{key} = {value}", text, flags=re.MULTILINE)
+    (folder / "mix.toml").write_text(text)
+    return folder / "mix.toml"
+
+
+def test_a_killed_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """B38 on the trained nano: SIGKILL from outside as soon as a layer is safe."""
+    out, mix, done = tmp_path / "out", nano_mix(tmp_path), tmp_path / "undisturbed"
+    nano = ROOT / "kimi_k3" / "nano" / "checkpoint"
+    command = [installed_command("kimi-k3"), *arguments(nano, mix, out)]
     with subprocess.Popen(
         command,
         env=environment_with({}),
@@ -122,13 +137,19 @@ def test_a_killed_command_goes_on(source: Path, samples: Path, tmp_path: Path):
         text=True,
     ) as process:
         assert process.stderr is not None
-        first = process.stderr.readline()
+        lines = iter(process.stderr.readline, "")
+        assert any(line.startswith("layer 2 of 8") for line in lines)
         os.kill(process.pid, signal.SIGKILL)
-    assert first.startswith("layer 1 of 3"), first
     assert process.returncode == -signal.SIGKILL
-    assert main(arguments(source, samples, out)) == 0
-    calibrate(source, samples, tmp_path / "undisturbed", step_tokens=24)
-    assert results(out) == results(tmp_path / "undisturbed")
+    assert main(arguments(nano, mix, out)) == 0
+    assert "were done before." in capsys.readouterr().err
+
+    assert main(arguments(nano, mix, done)) == 0
+    assert results(out) == results(done)
+    assert len(results(out)) == 1 + 8 + 1
+    table = SaliencyTable.load(out)
+    assert table.corpora == ("python", "c", "english", "chinese", "chat")
+    assert table.tokens.tolist() == [256] * 5
 
 
 def test_an_error_is_one_line(
