@@ -65,7 +65,7 @@ class Shape:
     block: int
     hidden: int = 1024
     heads: int = 8
-    expert: int = 512
+    expert: int = 576
     experts: int = 64
     top_k: int = 4
 
@@ -135,14 +135,14 @@ class Form:
     step_tokens: int
 
 
-FULL = Form(Shape(40, 18), Shape(10, 4), rows=8, length=256, step_tokens=512)
+FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=256, step_tokens=512)
 
 #: Layers of a few megabytes; memory and reading mean the same there, speed nothing.
 _SMALL: dict[str, Any] = {
     "hidden": 128,
     "heads": 1,
-    "expert": 64,
-    "experts": 256,
+    "expert": 128,
+    "experts": 64,
     "top_k": 2,
 }
 QUICK = Form(

@@ -48,7 +48,12 @@ def small_args(**text: Any) -> ModelArgs:
 
 
 def small_cost(args: ModelArgs | None = None, **settings: Any) -> CalibrationCost:
-    usual = {"rows": 4, "length": LENGTH, "step_tokens": 24, "memory_limit": 0}
+    usual: dict[str, Any] = {
+        "rows": 4,
+        "length": LENGTH,
+        "step_tokens": 24,
+        "memory_limit": 0,
+    }
     return calibration_cost(args or small_args(), **usual | settings)
 
 

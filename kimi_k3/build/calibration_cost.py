@@ -203,7 +203,7 @@ def calibration_cost(
     tokens = rows * length
     array = tokens * text.hidden_size * ITEM_BYTES
     traffic = state_traffic(text, array, memory_limit)
-    flop = dict.fromkeys(PARTS, 0)
+    flop: dict[str, int] = dict.fromkeys(PARTS, 0)
     layers, moment_files = [], 0
     for layer, tensors in enumerate(layout.layers):
         parts = layer_flop(text, layer, tensors, length, moments=moments)
@@ -251,7 +251,8 @@ class _Layout:
         self.layers: list[list[SourceTensor]] = [
             [] for _ in range(args.text_config.num_hidden_layers)
         ]
-        parts = dict.fromkeys(("embedding", "output", "head", "vision"), 0)
+        names = "embedding", "output", "head", "vision"
+        parts: dict[str, int] = dict.fromkeys(names, 0)
         self.tensors = 0
         for tensor in source_tensors(args):
             self.tensors += 1

@@ -63,5 +63,6 @@ def _hours(estimates: tuple[Estimate, ...], layers: int) -> list[str]:
     for disk in disks:
         row = "".join(f"{cells.get((disk, c), '-'):>15}" for c in computes)
         lines.append(f"{disk / 1e9:>5g} GB/s  {row}".rstrip())
-    lines.append("* the disk is the slower one in most layers")
+    if any("*" in cell for cell in cells.values()):
+        lines.append("* the disk is the slower one in most layers")
     return lines

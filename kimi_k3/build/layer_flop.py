@@ -13,7 +13,7 @@ from ..config import TextArgs
 ATTENTION, EXPERTS, OTHER, RECORDING = "attention", "experts", "other", "recording"
 
 #: The parts that :func:`layer_flop` has.
-PARTS = (ATTENTION, EXPERTS, OTHER, RECORDING)
+PARTS: tuple[str, ...] = (ATTENTION, EXPERTS, OTHER, RECORDING)
 
 #: Per entry of KDA's state: one product for the decay, and two operations each to
 #: recall, to correct and to read.
