@@ -89,7 +89,7 @@ def test_killed_at_any_operation_on_the_disk(
         undisturbed = children.run(tmp_path / "undisturbed")
         assert results(tmp_path / "undisturbed") == whole
         assert undisturbed["operations"] > 100
-        points = range(1, undisturbed["operations"] + 1, 9)
+        points = range(1, undisturbed["operations"] + 1, 11)
         for at in points:
             out = tmp_path / f"killed-{at}"
             assert children.run(out, at)["died"], at
