@@ -1,5 +1,6 @@
 """A forward pass over a checkpoint layer by layer, as a caller writes it."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,8 @@ def streamed(
         mx.eval(logits)
     states.remove()
     return logits
+
+
+def reader_threads() -> list[threading.Thread]:
+    """The threads that read ahead for a stream of layers."""
+    return [t for t in threading.enumerate() if "layer-reader" in t.name]

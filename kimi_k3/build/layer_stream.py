@@ -62,6 +62,7 @@ class LayerStream:
         placements = place_all(names, self.args)
         self._reader = LayerReader(self.folder, placements)
         self._names = _names_by_part(placements)
+        self._nbytes = {p: self._reader.nbytes(n) for p, n in self._names.items()}
         self._slots = _slots(self.model)
 
     @property
@@ -70,7 +71,7 @@ class LayerStream:
 
     def nbytes(self, part: Part) -> int:
         """Stored bytes of a layer, or of ``"embedding"``, ``"output"``, ``"head"``."""
-        return self._reader.nbytes(self._names.get(part, []))
+        return self._nbytes.get(part, 0)
 
     @cached_property
     def fingerprint(self) -> str:

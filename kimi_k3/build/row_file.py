@@ -58,7 +58,7 @@ class RowFile:
             self.checksums[row] = zlib.crc32(stored.data)
             self.written[row] = True
             if self.held:
-                # A copy: a slice would keep all that ``values`` is a part of.
+                # A copy: a slice may keep all that ``values`` is a part of.
                 self._rows[row], own = raw_array(self.row_shape, self.dtype)
                 own[:] = stored
 
@@ -133,7 +133,7 @@ class RowFile:
         self.held = True
         for row in range(len(self.written)):
             self._rows[row] = self.read(row, row + 1)[0]
-            mx.eval(self._rows[row])  # or it would keep its place in an unfinished graph
+            mx.eval(self._rows[row])
 
     def _unwritable(self, error: OSError) -> ScratchError:
         return ScratchError(
