@@ -33,7 +33,7 @@ STEPS = 1e-6
 #: What Moonshot's code differs by, as in the golden tests.
 GOLDEN = 1e-4
 
-ROWS, LENGTH = 5, 20
+ROWS, LENGTH = 5, 12
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,11 @@ def whole(t1: Path, tokens: np.ndarray) -> mx.array:
 
 def check(folder: Path, scratch: Path) -> None:
     tokens = random_tokens(LayerStream(folder), ROWS, LENGTH)
-    want = load_stored(folder)(mx.array(tokens))
+    model = load_stored(folder)
     got = streamed(folder, tokens, scratch, step=ROWS)
-    assert_same(got, want, where="in one step, as stored")
-    want = load_float32(folder)(mx.array(tokens))
+    assert_same(got, model(mx.array(tokens)), where="in one step, as stored")
+    model.set_dtype(mx.float32)
+    want = model(mx.array(tokens))
     got = streamed(folder, tokens, scratch, step=2, dtype=mx.float32)
     assert_close(got, want, rel=LOGITS, where="in steps, in float32")
 
@@ -93,7 +94,7 @@ def test_final_states_are_those_of_moonshots_code(golden: Case, tmp_path: Path):
 
 
 def test_rows_per_step_change_nothing(t1, tokens, whole, tmp_path):
-    for step in (1, 2, 3, ROWS, 100):
+    for step in (1, 2, ROWS, 100):
         got = streamed(t1, tokens, tmp_path, step=step, dtype=mx.float32)
         assert_close(got, whole, rel=STEPS, where=f"{step} rows a step")
 
@@ -107,9 +108,9 @@ def test_one_token_a_row(t1: Path, tmp_path: Path):
 
 def test_padding_behind_a_row_changes_nothing_before_it(t1, tokens, whole, tmp_path):
     padded = tokens.copy()
-    padded[:, 12:] = 0
+    padded[:, 8:] = 0
     got = streamed(t1, padded, tmp_path, dtype=mx.float32)
-    assert_close(got[:, :12], whole[:, :12], rel=STEPS)
+    assert_close(got[:, :8], whole[:, :8], rel=STEPS)
     assert relative_error(got, whole) > 1e-2
 
 
@@ -160,14 +161,13 @@ def test_a_skipped_layer_shows(t1, tokens, whole, tmp_path):
     assert relative_error(got, whole) > 1e-3
 
 
-@pytest.mark.parametrize("limit", [0, 30_000, 1 << 30], ids=["disk", "both", "memory"])
+@pytest.mark.parametrize("limit", [0, 20_000, 1 << 30], ids=["disk", "both", "memory"])
 def test_where_states_wait_changes_nothing(t1, tokens, tmp_path, limit):
     want = streamed(t1, tokens, tmp_path)
     assert_same(streamed(t1, tokens, tmp_path, limit=limit), want, where=str(limit))
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["disk", "memory"])
-def test_a_resumed_pass_gives_the_same_bits(t1, tokens, tmp_path, limit):
+def test_a_resumed_pass_gives_the_same_bits(t1, tokens, tmp_path):
     """Stopped after each layer in turn, by a process that then ends."""
     stream = LayerStream(t1)
     states = embedded(stream, tokens, tmp_path / "whole")
@@ -178,7 +178,7 @@ def test_a_resumed_pass_gives_the_same_bits(t1, tokens, tmp_path, limit):
         first = LayerStream(t1)
         run_layers(first, embedded(first, tokens, scratch), stop=last + 1)
         again = LayerStream(t1)
-        states = HiddenStates.open(scratch, limit)
+        states = HiddenStates.open(scratch, memory_limit=(last % 2) << 30)
         assert states.layer == last
         run_layers(again, states)
         assert_same(final_states(again, states), want, where=f"after {last}")
