@@ -163,7 +163,9 @@ def test_duplicates_are_dropped(tmp_path: Path, folder: Path):
     samples = make_samples(mix, folder, "all")
     assert len(samples.document_hashes) == 2
     mix = mix_of(tmp_path, corpora, tokens=320)
-    with pytest.raises(ShortCorpusError, match=r"'x' has \d+ of 160 tokens \(1 dupl"):
+    with pytest.raises(
+        ShortCorpusError, match=r"'x' has \d+ of 160 tokens \(copies: 1\)"
+    ):
         make_samples(mix, folder, "all")
 
 
@@ -200,7 +202,7 @@ def shortage(
 @pytest.mark.parametrize("text", ["", " \n\t\n"])
 def test_empty_input_is_refused(tmp_path: Path, folder: Path, text: str, if_short: str):
     told = shortage(tmp_path, folder, text, f'if_short = "{if_short}"')
-    assert "corpus 'c' has 0 of 256 tokens (1 empty). Add sources" in told
+    assert "corpus 'c' has 0 of 256 tokens (empty: 1). Add sources" in told
     assert "would do" not in told
 
 
@@ -217,7 +219,7 @@ def test_short_input_is_refused(tmp_path: Path, folder: Path):
 def test_what_was_left_out_is_told(tmp_path: Path, folder: Path):
     (tmp_path / "b.txt").write_bytes(b"\xff")
     told = shortage(tmp_path, folder, "x1y2")
-    assert "(1 left out), the first left out: " in told
+    assert "(left out: 1), the first left out: " in told
     assert "b.txt is not UTF-8: byte 0 is 0xff" in told
 
 

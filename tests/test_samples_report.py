@@ -21,6 +21,8 @@ from kimi_k3.build.scripts import (
 from kimi_k3.cli import main
 from kimi_k3.verbs import samples as verb
 
+ROOT = Path(__file__).parent.parent
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -132,9 +134,9 @@ def test_what_looks_wrong_is_flagged(tmp_path: Path, folder: Path):
     mix = mix_of(tmp_path, corpora, more='if_short = "accept"')
     _, report = make_samples_and_report(mix, folder, "all")
     text = report.text()
-    assert "multilingual: 1 duplicates dropped, 1 left out\n" in text
+    assert "multilingual: dropped as copies: 1, left out: 1\n" in text
     assert "odd.txt is not UTF-8: byte 0 is 0xff" in text
-    assert "more: 1 empty\n" in text
+    assert "more: empty: 1\n" in text
     assert "note: the shares sum to 2 and were scaled to 1." in text
     for flag in (
         "multilingual: 100.0% of its letters are Latin, while its name says more",
@@ -145,9 +147,7 @@ def test_what_looks_wrong_is_flagged(tmp_path: Path, folder: Path):
     assert len(report.flags) == 4
     mix = mix_of(tmp_path, corpora, more='if_short = "repeat"')
     _, report = make_samples_and_report(mix, folder, "all")
-    assert any(
-        "more: has no more than 1 documents, so" in flag for flag in report.flags
-    )
+    assert any("for there are only 1; what they" in flag for flag in report.flags)
     assert not any("instead of" in flag for flag in report.flags)
 
 
@@ -245,3 +245,9 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, terminal: bool):
 def test_reports_are_plain_values(folder: Path):
     _, report = make_samples_and_report(small_mix(), folder)
     assert json.loads(json.dumps(report.to_dict()))["corpora"][0]["name"] == "code"
+
+
+def test_the_page_shows_a_real_report(folder: Path):
+    page = (ROOT / "docs" / "samples.md").read_text(encoding="utf-8")
+    _, report = make_samples_and_report(SMALL, folder)
+    assert report.text().replace(f"{ROOT}/", "") in page

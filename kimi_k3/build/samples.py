@@ -225,11 +225,11 @@ def _refuse_short(
 def _shortage(stream: CorpusStream, have: int, want: int) -> str:
     counts = stream.counts
     unused = {
-        "duplicates": counts.duplicates,
+        "copies": counts.duplicates,
         "empty": counts.empty,
         "left out": len(counts.left_out),
     }
-    notes = [f"{count} {what}" for what, count in unused.items() if count]
+    notes = [f"{what}: {count}" for what, count in unused.items() if count]
     told = f"corpus {stream.name!r} has {have:,} of {want:,} tokens"
     if notes:
         told += f" ({', '.join(notes)})"

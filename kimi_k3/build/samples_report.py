@@ -162,8 +162,8 @@ def _flags(report: CorpusReport, corpus: Corpus | None) -> Iterable[str]:
         )
     if report.repeated:
         yield (
-            f"{report.name}: has no more than {report.documents} documents, so "
-            f"{report.repeated} were repeated; what they route to counts again."
+            f"{report.name}: documents were laid again {report.repeated} times, for there "
+            f"are only {report.documents}; what they route to counts again."
         )
 
 
@@ -190,9 +190,9 @@ def _table(corpora: Sequence[CorpusReport]) -> list[str]:
 
 def _unused(corpus: CorpusReport) -> list[str]:
     told = [
-        f"{count:,} {what}"
+        f"{what}: {count:,}"
         for what, count in (
-            ("duplicates dropped", corpus.duplicates),
+            ("dropped as copies", corpus.duplicates),
             ("empty", corpus.empty),
             ("left out", len(corpus.left_out)),
         )
