@@ -14,6 +14,8 @@ states held in memory or, above a small limit, read from disk.
 - ``tokens_per_second`` and ``bytes_per_second`` are of the whole run, from a disk cache
   that has just been written. They are worth something beside each other only.
 
+``--page`` puts the figures of the results file into docs/calibrating.md.
+
 Needs 3 GB of disk, in ``--folder`` or the system's temporary one, and some minutes. The
 last line of the output is one JSON document; ``--out FILE`` also writes it.
 """
@@ -28,75 +30,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
+from alike_layers import CORPORA, Shape, random_samples, write_checkpoint
 
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.build.calibration_cost import CalibrationCost, calibration_cost
 from kimi_k3.build.layer_reader import LayerReader
-from kimi_k3.build.samples import Samples, load_tokenizer, tokenizer_fingerprint
-from kimi_k3.checkpoint.source_layout import SourceTensor, source_tensors
 from kimi_k3.config import ModelArgs
-from kimi_k3.nano.config import small_config
-from kimi_k3.nano.random_checkpoint import random_values, write_json, write_shards
-from kimi_k3.nano.tokenizer_files import write_tokenizer
 
-MLX_TYPES = {"BF16": mx.bfloat16, "F32": mx.float32}
-VOCAB = 576
-CORPORA = ("code", "prose")
-
-#: Root mean square of MXFP4's sixteen codes.
-CODE_RMS = 2.926
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model whose layers are alike but for the first, which is dense, and for the kind
-    of attention. ``block`` is the layers of a residual block.
-    """
-
-    layers: int
-    block: int
-    hidden: int = 1024
-    heads: int = 8
-    expert: int = 576
-    experts: int = 64
-    top_k: int = 4
-
-    def config(self) -> dict[str, Any]:
-        layers = range(1, self.layers + 1)
-        text = {
-            "vocab_size": VOCAB,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "intermediate_size": 2 * self.hidden,
-            "attn_res_block_size": self.block,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "q_lora_rank": self.hidden // 4,
-            "kv_lora_rank": self.hidden // 8,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "num_experts": self.experts,
-            "num_experts_per_token": self.top_k,
-            "num_shared_experts": 1,
-            "moe_intermediate_size": self.expert,
-            "routed_expert_hidden_size": self.expert,
-        }
-        linear = {
-            "kda_layers": [i for i in layers if i % 4],
-            "full_attn_layers": [i for i in layers if i % 4 == 0],
-            "num_heads": self.heads,
-            "head_dim": 128,
-        }
-        return small_config(text=text, linear=linear)
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "calibrating.md"
+RESULTS = ROOT / "benchmarks" / "results" / "calibrate.json"
 
 
 @dataclass(frozen=True)
@@ -135,7 +84,7 @@ class Form:
     step_tokens: int
 
 
-FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=256, step_tokens=512)
+FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=128, step_tokens=256)
 
 #: Layers of a few megabytes; memory and reading mean the same there, speed nothing.
 _SMALL: dict[str, Any] = {
@@ -148,57 +97,6 @@ _SMALL: dict[str, Any] = {
 QUICK = Form(
     Shape(14, 6, **_SMALL), Shape(6, 2, **_SMALL), rows=2, length=64, step_tokens=64
 )
-
-
-def write_checkpoint(folder: Path, shape: Shape) -> Path:
-    """A source checkpoint with tokenizer, a layer a shard, none of it held; its folder.
-
-    Codes of experts are random bytes, each matrix scaled so that it keeps a vector's size.
-    """
-    config = shape.config()
-    write_tokenizer(folder, vocab_size=VOCAB)
-    write_shards(folder, _parts(config), shape.layers + 1)
-    write_json(folder / "config.json", config)
-    return folder
-
-
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, mx.array]]:
-    """The tensors of each shard: one a layer, and one of the rest."""
-    rest, part, layer = {}, {}, 0
-    for spec in source_tensors(ModelArgs.from_dict(config)):
-        if spec.layer is None:
-            rest[spec.name] = _values(spec)
-            continue
-        if spec.layer != layer:
-            yield part
-            part, layer = {}, spec.layer
-        part[spec.name] = _values(spec)
-    yield part
-    yield rest
-
-
-def _values(spec: SourceTensor) -> mx.array:
-    if spec.name.endswith(".weight_packed"):
-        rng = np.random.default_rng(list(spec.name.encode()))
-        return mx.array(rng.integers(0, 256, spec.shape, np.uint8))
-    if spec.name.endswith(".weight_scale"):
-        inputs = 32 * spec.shape[-1]
-        exponent = round(-np.log2(CODE_RMS * inputs**0.5))
-        return mx.full(spec.shape, 127 + exponent, dtype=mx.uint8)
-    values = random_values(spec.name, spec.shape)
-    return mx.array(values).astype(MLX_TYPES[spec.dtype])
-
-
-def random_samples(folder: Path, rows: int, length: int) -> Samples:
-    """Random text tokens of two corpora, half a row each."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB - 256, (rows, length)).astype(np.int32)
-    labels = np.zeros((rows, length), np.int16)
-    labels[:, length // 2 :] = 1
-    tokenizer = tokenizer_fingerprint(load_tokenizer(folder))
-    hashes = tuple(f"{i:032x}" for i in range(len(CORPORA)))
-    documents = labels.astype(np.int32)
-    return Samples(tokens, labels, documents, CORPORA, hashes, tokenizer, "calibration")
 
 
 @dataclass
@@ -333,6 +231,34 @@ def run_all(folder: Path, quick: bool) -> dict[str, Any]:
     }
 
 
+def table(result: dict[str, Any]) -> str:
+    """A row a case, in Markdown."""
+    lines = [
+        "| checkpoint, moments, hidden states | MLX's peak MB | formula MB "
+        "| process grew MB | weights read MB | read twice | tokens/s | MB/s |",
+        "|---" * 8 + "|",
+    ]
+    for name, found in result["cases"].items():
+        cells = (
+            f"{found['peak_array_mb']:.0f}",
+            f"{found['formula_array_mb']:.0f}",
+            f"{found['resident_growth_mb']:.0f}",
+            f"{found['bytes_read'] / 1e6:,.0f}",
+            f"{found['tensors_read_twice']}",
+            f"{found['tokens_per_second']:.1f}",
+            f"{found['bytes_per_second'] / 1e6:.0f}",
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def filled(page: str, result: dict[str, Any]) -> str:
+    """``page`` with the figures of ``result`` between its markers."""
+    before, rest = page.split("<!-- measured -->\n")
+    after = rest.split("<!-- /measured -->")[1]
+    return f"{before}<!-- measured -->\n{table(result)}\n<!-- /measured -->{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -342,8 +268,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="layers of a few megabytes"
     )
+    parser.add_argument("--page", action="store_true", help="fill the page and stop")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as scratch:
         if options.case:
