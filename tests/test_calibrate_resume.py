@@ -346,8 +346,15 @@ def test_one_process_at_a_time(source: Path, samples: Samples, tmp_path: Path):
 def test_what_a_killed_process_had_begun_is_swept_away(
     source: Path, samples: Samples, partial: Path, whole: dict[str, bytes]
 ):
-    for folder in ("", "moments", "partial"):
-        (partial / folder / ".layer-002.npz.unfinished").write_bytes(b"half")
+    for half in (
+        ".calibration.json",
+        ".samples.npz",
+        ".saliency.npz",
+        "moments/.layer-002.npz",
+        "moments/.head.npz",
+        "partial/.layer-002.npz",
+    ):
+        (partial / f"{half}.unfinished").write_bytes(b"half")
     calibrate(source, samples, partial, step_tokens=STEP)
     assert results(partial) == whole
     assert sorted(p.name for p in partial.iterdir()) == [

@@ -14,12 +14,11 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -41,6 +40,18 @@ RUN, SAMPLES, MOMENTS, PARTIAL = (
 STATES, LOCK, HEAD = "states", "lock", "head.npz"
 
 _KIND = "sums of a calibrated layer"
+
+#: What is this package's in OUT, in the order in which it is discarded; whatever else
+#: lies there is somebody's own.
+_RESULTS = (RESULT, f"{MOMENTS}/layer-*.npz", f"{MOMENTS}/{HEAD}")
+_PARTIAL_RESULTS = (
+    f"{PARTIAL}/layer-*.npz",
+    f"{PARTIAL}/{STATES}/states.*",
+    f"{PARTIAL}/{STATES}/prefix-?.bin",
+    f"{PARTIAL}/{STATES}/block-*.bin",
+)
+#: Times that a lock is looked for that another process is just removing.
+_TRIES = 20
 
 #: The way out that there always is.
 RESTART = "--restart discards the partial results and starts over."
@@ -162,7 +173,8 @@ class Journal:
 
     def close(self) -> None:
         """Delete what only an unfinished calibration needs; the lock last."""
-        discard(self.out / PARTIAL)
+        _delete(self.out, _PARTIAL_RESULTS)
+        _unlock(self.out)
 
     def _record_path(self, layer: int) -> Path:
         return self.out / PARTIAL / f"layer-{layer:03d}.npz"
@@ -178,37 +190,72 @@ def locked(out: Path) -> Iterator[None]:
     Raises CalibrationError if another process has it, or it cannot be written. Where
     nothing was begun by the end, nothing is left.
     """
-    try:
-        (out / PARTIAL).mkdir(parents=True, exist_ok=True)
-        lock = (out / PARTIAL / LOCK).open("a+")
-    except OSError as error:
-        raise CalibrationError(
-            f"{out} cannot be written: {error.strerror}. Name a folder that can be."
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise CalibrationError(
-                f"{out} is being calibrated by another process (number {holder}). Wait "
-                "for it, stop it, or name another folder."
-            ) from error
+    with _lock(out) as lock:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for path in (out, out / MOMENTS, out / PARTIAL):
-            # What a killed process had begun to write.
-            for unfinished in path.glob(".*.unfinished"):
-                unfinished.unlink()
+        _sweep(out)
         try:
             yield
         finally:
             if not (out / RUN).exists():
-                discard(out / PARTIAL)
+                # Whatever else is in these folders was not put there by this process.
+                _unlock(out)
                 with suppress(OSError):  # unless it holds other things
                     out.rmdir()
+
+
+def _lock(out: Path) -> IO[str]:
+    """The file whose lock this process has until it is closed; see :func:`locked`."""
+    path = out / PARTIAL / LOCK
+    for _ in range(_TRIES):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+")
+        except FileNotFoundError:
+            continue  # another process that ends has just removed the folder
+        except OSError as error:
+            raise CalibrationError(
+                f"{out} cannot be written: {error.strerror}. Name a folder that can be."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise CalibrationError(
+                f"{out} is being calibrated by another process (number {holder}). Wait "
+                "for it, stop it, or name another folder."
+            ) from error
+        except OSError as error:
+            lock.close()
+            raise CalibrationError(
+                f"{path} cannot be locked: {error.strerror}. Name a folder on a disk of "
+                "this machine."
+            ) from error
+        # A lock on a file that its last holder has removed keeps nobody out.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        lock.close()
+    raise CalibrationError(
+        f"{path} cannot be made, or other processes keep removing it. Name another folder."
+    )
+
+
+def _unlock(out: Path) -> None:
+    """Remove the lock, and the folder around it if nothing else is in it."""
+    (out / PARTIAL / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):  # another process may be looking whether it is free
+        (out / PARTIAL).rmdir()
+
+
+def _sweep(out: Path) -> None:
+    """Delete what a killed process had begun to write."""
+    begun = (*_RESULTS, *_PARTIAL_RESULTS, SAMPLES) if (out / RUN).exists() else ()
+    for path in map(Path, (*begun, RUN)):
+        _delete(out, [str(path.with_name(f".{path.name}.unfinished"))])
 
 
 @contextmanager
@@ -269,7 +316,7 @@ def read_begun(out: Path) -> Begun | None:
                 f"{path} is not there any more, but partial results are. Take it from a "
                 f"copy, or start over: {RESTART}"
             )
-        if foreign := sorted({p.name for p in out.iterdir()} - {PARTIAL}):
+        if foreign := _foreign(out):
             raise CalibrationError(
                 f"{out} holds {foreign[0]}, and no calibration that was begun. Name an "
                 "empty folder, or one that is not there yet."
@@ -292,15 +339,11 @@ def read_begun(out: Path) -> Begun | None:
     )
 
 
-def discard(folder: Path) -> None:
-    """Delete a folder of partial results, the lock in it last."""
-    for path in sorted(folder.iterdir(), key=lambda p: p.name == LOCK):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    with suppress(OSError):  # another process may be looking whether it is free
-        folder.rmdir()
+def _foreign(out: Path) -> list[str]:
+    """What lies in ``out``, where nothing was begun, besides the lock."""
+    found = {path.name for path in out.iterdir()} - {PARTIAL}
+    partial = {path.name for path in (out / PARTIAL).iterdir()} - {LOCK}
+    return sorted(found | {f"{PARTIAL}/{name}" for name in partial})
 
 
 def discard_all(out: Path) -> None:
@@ -308,22 +351,22 @@ def discard_all(out: Path) -> None:
 
     Only where one was begun: other files of these names are left alone.
     """
-    if not (out / RUN).exists() and not _holds_partial_results(out):
-        return
-    (out / RESULT).unlink(missing_ok=True)
-    moments = [*(out / MOMENTS).glob("layer-*.npz"), out / MOMENTS / HEAD]
-    partial = [path for path in (out / PARTIAL).iterdir() if path.name != LOCK]
-    for path in (*moments, *partial, out / SAMPLES, out / RUN):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):
-        (out / MOMENTS).rmdir()
+    if (out / RUN).exists() or _holds_partial_results(out):
+        _delete(out, (*_RESULTS, *_PARTIAL_RESULTS, SAMPLES, RUN))
 
 
 def _holds_partial_results(out: Path) -> bool:
-    return any(path.name != LOCK for path in (out / PARTIAL).iterdir())
+    return any(path for pattern in _PARTIAL_RESULTS for path in out.glob(pattern))
+
+
+def _delete(out: Path, patterns: Iterable[str]) -> None:
+    """Delete files of ``out`` by pattern, and folders in it that are empty then."""
+    for pattern in patterns:
+        for path in sorted(out.glob(pattern)):
+            path.unlink()
+        if (folder := (out / pattern).parent) != out:
+            with suppress(OSError):  # unless it holds other things, or is not there
+                folder.rmdir()
 
 
 def _text_digest(content: Any) -> str:
