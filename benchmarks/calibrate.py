@@ -84,7 +84,7 @@ class Form:
     step_tokens: int
 
 
-FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=128, step_tokens=256)
+FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=64, step_tokens=128)
 
 #: Layers of a few megabytes; memory and reading mean the same there, speed nothing.
 _SMALL: dict[str, Any] = {

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from .calibration_cost import CalibrationCost, Estimate
 
+#: Checkpoints of so many bytes are spoken of in GB.
+_LARGE = 10_000_000_000
+
 _ASSUMED = """\
 Hours assume sustained speeds, decimal units, and files that no cache holds. A layer is
 read while the one before computes, so the slower of the two counts; hidden states share
@@ -15,24 +18,33 @@ def cost_text(cost: CalibrationCost) -> str:
     """Sizes by part, then a table of hours by disk and compute speed."""
     sizes, count = cost.sizes, len(cost.layers)
     steps = cost.step_tokens // cost.length
+    large = sizes.total >= _LARGE
+    unit, scale = ("GB", 1e9) if large else ("MB", 1e6)
+
+    def line(what: str, nbytes: int) -> str:
+        return f"{what:44}{nbytes / scale:12,.2f} {unit}"
+
+    def parts(found: Mapping[str, int]) -> list[str]:
+        return [line(f"  {name}", nbytes) for name, nbytes in found.items()]
+
+    not_read = {f"not read: {name}": n for name, n in sizes.not_read.items() if n}
     lines = [
         f"{cost.rows:,} rows of {cost.length:,} tokens, {steps} at a time; moments "
         f"{'on' if cost.moments else 'off'}",
         "",
-        _line("checkpoint", sizes.total),
-        _line("  read, each byte once", sizes.read),
-        *(_line(f"  not read: {name}", n) for name, n in sizes.not_read.items() if n),
-        _line(f"  largest layer (number {cost.largest_layer})", max(sizes.layers)),
+        line("checkpoint", sizes.total),
+        line("  read, each byte once", sizes.read),
+        *parts(not_read),
+        line(f"  largest layer (number {cost.largest_layer})", max(sizes.layers)),
         "",
-        _line("peak memory", cost.peak_memory),
-        *_parts(cost.memory),
+        line("peak memory", cost.peak_memory),
+        *parts(cost.memory),
         "",
-        _line("disk while it runs", sum(cost.disk.values())),
-        *_parts(cost.disk),
-        _line("  of which stays", cost.kept),
+        line("disk while it runs", sum(cost.disk.values())),
+        *parts(cost.disk),
+        line("  of which stays", cost.kept),
         "",
-        f"{'arithmetic':44}{sum(cost.flop.values()) / 1e15:12,.2f} PFLOP",
-        *(f"  {part:42}{n / 1e15:12,.2f} PFLOP" for part, n in cost.flop.items()),
+        *_arithmetic(cost.flop),
         "",
         *_hours(cost.estimates, count),
         "",
@@ -41,12 +53,11 @@ def cost_text(cost: CalibrationCost) -> str:
     return "\n".join(lines)
 
 
-def _line(what: str, nbytes: int) -> str:
-    return f"{what:44}{nbytes / 1e9:12,.2f} GB"
-
-
-def _parts(parts: Mapping[str, int]) -> list[str]:
-    return [_line(f"  {name}", nbytes) for name, nbytes in parts.items()]
+def _arithmetic(flop: Mapping[str, int]) -> list[str]:
+    total = sum(flop.values())
+    unit, scale = ("PFLOP", 1e15) if total >= 1e15 else ("TFLOP", 1e12)
+    rows = {"arithmetic": total, **{f"  {part}": n for part, n in flop.items()}}
+    return [f"{part:44}{n / scale:12,.2f} {unit}" for part, n in rows.items()]
 
 
 def _hours(estimates: tuple[Estimate, ...], layers: int) -> list[str]:
@@ -54,7 +65,7 @@ def _hours(estimates: tuple[Estimate, ...], layers: int) -> list[str]:
     disks = sorted({e.speed.disk for e in estimates})
     computes = sorted({e.speed.compute for e in estimates})
     cells = {
-        (e.speed.disk, e.speed.compute): f"{e.hours:.2f}"
+        (e.speed.disk, e.speed.compute): f"{e.hours:.3g}"
         + ("*" if e.layers_waiting * 2 > layers else " ")
         for e in estimates
     }
