@@ -115,7 +115,7 @@ class Reads:
             counts.nbytes += reader.nbytes(names)
             return original(reader, names, *rest)
 
-        LayerReader.read = read
+        LayerReader.read = read  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,7 +143,7 @@ def measure(source: Path, form: Form, case: Case, out: Path) -> dict[str, Any]:
     """Calibrate ``source`` in this process, and what that took."""
     samples = random_samples(source, form.rows, form.length)
     cost = cost_of(form, case)
-    resident, held = _peak_resident(), mx.get_active_memory()
+    resident, held = _resident("VmRSS"), mx.get_active_memory()
     mx.reset_peak_memory()
     asked = _process_read()
     start = time.perf_counter()
@@ -163,7 +163,7 @@ def measure(source: Path, form: Form, case: Case, out: Path) -> dict[str, Any]:
         "peak_array_mb": _megabytes(peak),
         "formula_array_mb": _megabytes(cost.array_memory),
         "formula_to_measured": round(cost.array_memory / peak, 3),
-        "resident_growth_mb": _megabytes(_peak_resident() - resident),
+        "resident_growth_mb": _megabytes(_resident("VmHWM") - resident),
         "bytes_read": reads.nbytes,
         "bytes_expected": cost.sizes.read,
         "tensors_read": len(reads.names),
@@ -176,9 +176,18 @@ def measure(source: Path, form: Form, case: Case, out: Path) -> dict[str, Any]:
     }
 
 
-def _peak_resident() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if platform.system() == "Darwin" else 1024 * peak
+def _resident(field: str) -> int:
+    """Bytes of this process in memory: now ("VmRSS"), or at most so far ("VmHWM").
+
+    Elsewhere than on Linux at most so far. The system's own count of that begins with
+    the parent's on Linux.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else 1024 * peak
+    line = next(x for x in status.read_text().splitlines() if x.startswith(field))
+    return 1024 * int(line.split()[1])
 
 
 def _process_read() -> int | None:
