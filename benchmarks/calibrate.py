@@ -90,8 +90,8 @@ FULL = Form(Shape(40, 18), Shape(10, 4), rows=4, length=64, step_tokens=128)
 _SMALL: dict[str, Any] = {
     "hidden": 128,
     "heads": 1,
-    "expert": 128,
-    "experts": 64,
+    "expert": 256,
+    "experts": 16,
     "top_k": 2,
 }
 QUICK = Form(
