@@ -91,6 +91,32 @@ def test_moments_off_and_what_is_missing(
         assert f"error: name {named}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--step-tokens", "0"),
+        ("--step-tokens", "-1"),
+        ("--memory-limit", "-1"),
+        ("--memory-limit", "nan"),
+        ("--memory-limit", "inf"),
+    ],
+)
+def test_numbers_that_mean_nothing(
+    option: str,
+    value: str,
+    source: Path,
+    samples: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    out = tmp_path / "out"
+    assert main(arguments(source, samples, out, option, value)) == 2
+    error = capsys.readouterr().err
+    assert value in error
+    assert option.lstrip("-").replace("-", "_") in error.replace("-", "_")
+    assert not out.exists()
+
+
 def test_an_interrupt_says_how_to_go_on(
     source: Path,
     samples: Path,

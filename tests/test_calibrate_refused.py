@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_cases import CORPORA, results, samples_for, samples_of, write_source
@@ -22,6 +23,7 @@ from kimi_k3.errors import (
     CalibrationError,
     ConfigError,
     KimiK3Error,
+    NotFiniteError,
     PartialResultError,
     SamplesError,
     ScratchError,
@@ -235,6 +237,34 @@ def test_an_unfinished_one_of_another_format_is_refused_or_discarded(
     assert "--restart discards the partial results" in str(caught.value)
     table = calibrate(source, samples, out, restart=True)
     assert table.tokens.tolist() == samples.tokens_per_corpus.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (".layers.1.block_sparse_moe.gate.weight", r"layer 1: mlp\.gate\.weight holds"),
+        (".e_score_correction_bias", r"layer 1: mlp\.e_score_correction_bias holds"),
+        (".embed_tokens.weight", "the embedding gives NaN"),
+    ],
+)
+def test_weights_that_are_no_numbers(
+    name: str, said: str, source: Path, samples: Samples, tmp_path: Path
+):
+    """A router passes over an expert whose score is NaN: it would look useless."""
+    folder = copy_folder(source, tmp_path / "nan")
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors: dict[str, mx.array] = mx.load(str(shard))  # type: ignore
+        for key in tensors:
+            if key.endswith(name):
+                mask = mx.arange(tensors[key].size).reshape(tensors[key].shape)
+                first = mask < tensors[key].shape[-1]
+                nan = mx.array(float("nan")).astype(tensors[key].dtype)
+                tensors[key] = mx.where(first, nan, tensors[key])
+        mx.save_safetensors(str(shard), tensors, {"format": "pt"})
+    ids = samples.tokens.copy()
+    ids[0, 0] = 0
+    with pytest.raises(NotFiniteError, match=said):
+        calibrate(folder, replace(samples, tokens=ids), tmp_path / "out")
 
 
 def test_going_on_needs_no_corpus(source: Path, tmp_path: Path):

@@ -316,6 +316,7 @@ def test_one_corpus_alone() -> None:
         ({"code": -1, "python": 2}, "weights are .*0 or more"),
         ({"code": float("nan")}, "weights are"),
         ({"code": float("inf")}, "weights are"),
+        ({"code": 1e308, "python": 1e308}, "weights are"),
         ({"code": 0}, "not 0 for all"),
         ({}, "not 0 for all"),
     ],

@@ -79,6 +79,10 @@ def calibrate(
     if step_tokens < 1:
         raise CalibrationError(f"step_tokens is {step_tokens}, wanted 1 or more.")
     tell = tell or (lambda text: None)
+    if memory_limit is not None and memory_limit < 0:
+        raise CalibrationError(
+            f"memory_limit is {memory_limit}, wanted 0 bytes or more."
+        )
     machine = read_machine()
     if memory_limit is None:
         memory_limit = int(machine.memory * HELD_SHARE)

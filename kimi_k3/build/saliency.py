@@ -170,7 +170,7 @@ class SaliencyTable(Outline):
                 f"the table has no corpus {unknown[0]}; it has {', '.join(self.corpora)}."
             )
         given = np.array([float(weights.get(name, 0)) for name in self.corpora])
-        if not np.isfinite(given).all() or (given < 0).any() or not given.sum() > 0:
+        if (given < 0).any() or not 0 < sum(given.tolist()) < float("inf"):
             raise SaliencyError(
                 f"weights are {dict(weights)}; wanted 0 or more, and not 0 for all."
             )

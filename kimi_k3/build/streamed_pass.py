@@ -53,6 +53,7 @@ def embed_rows(
         _check_room(states, scratch_bytes(stream.args, rows, length, dtype.size))
         for step in _steps(rows, rows_per_step):
             embedded = embed(mx.array(tokens[step.start : step.stop]))
+            _refuse_infinite(embedded, "the embedding", step)
             states.write(step.start, embedded)
     states.commit(EMBEDDED)
     return states
@@ -84,13 +85,7 @@ def run_layer(
         pushed = None
         if stack.blocks is not None and len(stack.blocks) > stored:
             pushed = stack.blocks[stored]
-        finite = mx.isfinite(out).all()
-        mx.eval(out, finite)
-        if not finite.item():
-            raise NotFiniteError(
-                f"layer {index} gives NaN or infinity in rows {step.start} to "
-                f"{step.stop - 1}. Run `kimi-k3 verify` on the checkpoint."
-            )
+        _refuse_infinite(out, f"layer {index}", step)
         states.write(step.start, out, pushed)
 
 
@@ -141,6 +136,17 @@ def _check_room(states: HiddenStates, wanted: int) -> None:
             f"{states.folder} has {free:,} bytes free, but the hidden states need up to "
             f"{wanted:,}. Make room, name a folder on a larger disk, or take fewer "
             "samples."
+        )
+
+
+def _refuse_infinite(out: mx.array, what: str, rows: range) -> None:
+    """Evaluate ``out``, what ``what`` gives for ``rows``, and refuse NaN in it."""
+    finite = mx.isfinite(out).all()
+    mx.eval(out, finite)
+    if not finite.item():
+        raise NotFiniteError(
+            f"{what} gives NaN or infinity in rows {rows.start} to {rows.stop - 1}. Run "
+            "`kimi-k3 verify` on the checkpoint."
         )
 
 

@@ -77,14 +77,16 @@ def run(options: argparse.Namespace) -> int:
     from ..build.calibrate import STEP_TOKENS, calibrate
 
     lines = _Lines()
-    limit = options.memory_limit
+    step_tokens, limit = options.step_tokens, options.memory_limit
+    if limit is not None and not 0 <= limit < float("inf"):
+        raise CalibrationError(f"--memory-limit is {limit:g}, wanted 0 GB or more.")
     try:
         table = calibrate(
             options.source,
             options.samples,
             options.out,
             moments=options.moments == "on",
-            step_tokens=options.step_tokens or STEP_TOKENS,
+            step_tokens=STEP_TOKENS if step_tokens is None else step_tokens,
             memory_limit=None if limit is None else int(limit * 1e9),
             restart=options.restart,
             progress=lines.layer,
