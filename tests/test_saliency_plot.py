@@ -2,8 +2,11 @@
 
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from saliency_tables import small_table
 
@@ -55,6 +58,56 @@ def test_one_corpus_overlaps_with_none(tmp_path: Path) -> None:
     )
     files = draw(alone, saliency_report(alone), tmp_path)
     assert {file.stem for file in files} == set(PICTURES) - {"overlap"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("$\\frac{$", "a$b"),
+        ("a/b 'c' \"d\"\n", "<b>&"),
+        ("x" * 300, "y" * 200),
+    ],
+)
+def test_any_name_can_be_drawn(names: tuple[str, str], tmp_path: Path) -> None:
+    table = small_table(corpora=names)
+    assert len(draw(table, saliency_report(table), tmp_path)) == len(PICTURES)
+
+
+def test_many_corpora_are_drawn_without_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pair's figure in a picture of thousands takes hours and cannot be read."""
+    from matplotlib.axes import Axes
+
+    few, written, write = small_table(), [], Axes.text
+
+    def text(axes: Axes, *arguments: Any, **settings: Any) -> Any:
+        written.append(arguments[2])
+        return write(axes, *arguments, **settings)
+
+    monkeypatch.setattr(Axes, "text", text)
+    draw(few, saliency_report(few), tmp_path)
+    assert len([each for each in written if each.endswith("%")]) == 4
+    written.clear()
+    several = replace(
+        few,
+        corpora=tuple(map(str, range(50))),
+        tokens=np.tile(few.tokens, 25),
+        **{name: np.tile(a, (25, 1, 1)) for name, a in few.statistics.items()},
+    )
+    draw(several, saliency_report(several), tmp_path)
+    assert not written
+
+
+def test_a_file_where_pictures_should_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_table().save(tmp_path / "saliency.npz")
+    assert main(["saliency", str(path), "--plot", str(path)]) == 2
+    assert (
+        "saliency.npz cannot be made a folder: File exists" in capsys.readouterr().err
+    )
+    SaliencyTable.load(path)
 
 
 def test_without_matplotlib(

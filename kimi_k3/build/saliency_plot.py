@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MissingPackageError
+from ..errors import MissingPackageError, SaliencyError
 from .retention import layer_shares
 from .saliency import SaliencyTable
 from .saliency_report import SaliencyReport
@@ -39,6 +39,10 @@ STYLE: dict[Any, Any] = {
 #: Saliency is drawn from this many halvings below a layer's average to as many above.
 DOUBLINGS = 4
 
+#: Overlap is written as figures for at most so many corpora, and at most so many of
+#: them are named, by their first letters.
+MOST_STATED, MOST_NAMED, NAME_LENGTH = 12, 24, 24
+
 
 def draw(
     table: SaliencyTable, report: SaliencyReport, folder: str | Path
@@ -57,7 +61,13 @@ def draw(
         ) from error
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaliencyError(
+            f"{folder} cannot be made a folder: {error.strerror}. Name another one for "
+            "the pictures."
+        ) from error
     files = []
     for name, picture in PICTURES.items():
         if name == "overlap" and len(report.corpora) < 2:
@@ -180,10 +190,12 @@ def _ranks(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> No
 def _overlap(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> None:
     """Top experts in common, corpus by corpus."""
     axes = figure.add_subplot()
-    overlap, names = np.array(report.overlap), report.corpora
+    overlap, names = np.array(report.overlap), [_label(n) for n in report.corpora]
     axes.imshow(100 * overlap, cmap="viridis", vmin=0, vmax=100)
     size = 11 if len(names) < 8 else 8
-    for (row, column), share in np.ndenumerate(overlap):
+    # Figures of more corpora could not be read, and take minutes to lay out.
+    stated = overlap if len(names) <= MOST_STATED else overlap[:0]
+    for (row, column), share in np.ndenumerate(stated):
         axes.text(
             column,
             row,
@@ -193,7 +205,8 @@ def _overlap(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> 
             color="black" if share > 0.5 else "white",
             fontsize=size,
         )
-    positions = range(len(names))
+    step = -(-len(names) // MOST_NAMED)
+    positions, names = range(0, len(names), step), names[::step]
     axes.set_xticks(
         positions, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=size
     )
@@ -223,6 +236,12 @@ def _load(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> Non
     lower.set_ylabel("experts")
     lower.set_title("Experts that no token chose")
     _layer_axis(lower)
+
+
+def _label(name: str) -> str:
+    """A corpus' name, cut to fit, in which a dollar sign begins no formula."""
+    short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
+    return short.replace("$", r"\$")
 
 
 def _layer_axis(axes: "Axes") -> None:
