@@ -346,6 +346,17 @@ def test_weights_of_the_wrong_form(
     assert "--weight" in capsys.readouterr().err
 
 
+def test_an_unfinished_calibration_is_to_be_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "calibration.json").write_text("{}")
+    code, out, err = run(capsys, tmp_path)
+    assert (code, out) == (2, "")
+    assert "not finished. Start the same" in err
+    small_table().save(tmp_path)
+    assert run(capsys, tmp_path)[0] == 0
+
+
 def test_a_damaged_table_is_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

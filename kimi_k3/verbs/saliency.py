@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from ..errors import SaliencyError
 from .printing import add_json_argument, print_report
@@ -47,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
     from ..build.saliency import SaliencyTable
     from ..build.saliency_report import saliency_report
 
+    refuse_unfinished(Path(options.saliency))
     table = SaliencyTable.load(options.saliency)
     report = saliency_report(
         table,
@@ -61,6 +63,20 @@ def run(options: argparse.Namespace) -> int:
             print(f"drawn: {file}", file=sys.stderr)
     print_report(report, options.json)
     return 0
+
+
+def refuse_unfinished(folder: Path) -> None:
+    from ..build.saliency import FILE_NAME
+
+    if not folder.is_dir() or (folder / FILE_NAME).exists():
+        return
+    from ..build.journal import RUN  # which loads MLX, and is seldom needed
+
+    if (folder / RUN).exists():
+        raise SaliencyError(
+            f"{folder} holds a calibration that is not finished. Start the same "
+            "`kimi-k3 calibrate` again: it goes on where it was."
+        )
 
 
 def stated_once(weights: list[tuple[str, float]] | None) -> dict[str, float] | None:
