@@ -1,5 +1,6 @@
 """Memory of a calibration, on a small scale: whatever the depth, and as foretold."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,13 +43,11 @@ def sources(benchmark: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def measure(benchmark: Any, sources: Any, tmp_path: Path) -> Measure:
     """Runs a case of the benchmark in this process."""
 
-    def run(
-        depth: str, *, moments: bool = True, limit: int = 1 << 30, **form: int
-    ) -> Any:
-        case = benchmark.Case(depth, moments, limit)
-        out = tmp_path / f"{depth}-{moments}-{limit}"
-        shape = replace(benchmark.QUICK, **form)
-        return benchmark.measure(sources[depth], shape, case, out)
+    def run(depth: str, limit: int = 1 << 30) -> Any:
+        case = benchmark.Case(depth, True, limit)
+        return benchmark.measure(
+            sources[depth], benchmark.QUICK, case, tmp_path / depth
+        )
 
     return run
 
@@ -86,13 +85,26 @@ def test_layers_that_stay_would_be_seen(
     assert deep["formula_to_measured"] != pytest.approx(1, abs=0.2)
 
 
+#: Small layers in which one part of a step takes most of the memory.
+ATTENTION = {"heads": 4, "expert": 64, "top_k": 2}
+EXPERTS = {"heads": 1, "expert": 128, "top_k": 8}
+
+
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "no-moments"])
-def test_formula_holds_where_steps_are_most_of_it(measure: Measure, moments: bool):
-    few = measure("shallow", moments=moments, limit=0)
-    many = measure("shallow", moments=moments, rows=4, length=128, step_tokens=512)
-    assert many["peak_array_mb"] > 2 * few["peak_array_mb"]
-    assert many["formula_to_measured"] == pytest.approx(1, abs=0.2)
-    assert few["bytes_read"] == few["bytes_expected"]
+@pytest.mark.parametrize("part", [ATTENTION, EXPERTS], ids=["attention", "experts"])
+def test_formula_holds_where_steps_are_most_of_it(
+    benchmark: Any, tmp_path: Path, part: dict[str, int], moments: bool
+):
+    shape = benchmark.Shape(4, 2, hidden=128, experts=16, **part)
+    steps = {"rows": 4, "length": 128, "step_tokens": 512}
+    form = replace(benchmark.QUICK, shallow=shape, **steps)
+    source = benchmark.write_checkpoint(tmp_path / "source", shape)
+    case = benchmark.Case("shallow", moments, 0)
+    found = benchmark.measure(source, form, case, tmp_path / "out")
+    cost = benchmark.cost_of(form, case)
+    assert cost.memory["activations of a step"] > cost.array_memory / 2
+    assert found["formula_to_measured"] == pytest.approx(1, abs=0.2)
+    assert found["bytes_read"] == found["bytes_expected"]
 
 
 def test_reads_are_counted(benchmark: Any, sources: Any):
@@ -103,3 +115,23 @@ def test_reads_are_counted(benchmark: Any, sources: Any):
                 pass
     assert reads.twice == 1
     assert reads.nbytes == 2 * stream.nbytes("embedding")
+
+
+def test_page_shows_the_results_file(benchmark: Any):
+    """If not: python benchmarks/calibrate.py --page"""
+    page, result = benchmark.PAGE.read_text(), json.loads(benchmark.RESULTS.read_text())
+    assert benchmark.filled(page, result) == page
+    changed = next(iter(result["cases"].values()))
+    changed["peak_array_mb"] += 1
+    assert benchmark.filled(page, result) != page
+
+
+def test_results_file_keeps_its_words(benchmark: Any):
+    result = json.loads(benchmark.RESULTS.read_text())
+    assert set(result["cases"]) == set(benchmark.CASES)
+    for ratio in result["peak_of_deep_to_shallow"].values():
+        assert 1 / DEPTH_TOLERANCE < ratio < DEPTH_TOLERANCE
+    for found in result["cases"].values():
+        assert found["bytes_read"] == found["bytes_expected"]
+        assert found["tensors_read_twice"] == 0
+        assert found["formula_to_measured"] == pytest.approx(1, abs=0.2)
