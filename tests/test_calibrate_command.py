@@ -110,11 +110,12 @@ def test_numbers_that_mean_nothing(
     capsys: pytest.CaptureFixture[str],
 ):
     out = tmp_path / "out"
-    assert main(arguments(source, samples, out, option, value)) == 2
-    error = capsys.readouterr().err
-    assert value in error
-    assert option.lstrip("-").replace("-", "_") in error.replace("-", "_")
-    assert not out.exists()
+    for dry in ([], ["--dry-run"]):
+        assert main(arguments(source, samples, out, option, value, *dry)) == 2
+        error = capsys.readouterr().err
+        assert value in error
+        assert option.lstrip("-").replace("-", "_") in error.replace("-", "_")
+        assert not out.exists()
 
 
 def test_an_interrupt_says_how_to_go_on(

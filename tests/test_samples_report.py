@@ -173,6 +173,26 @@ def test_a_mix_is_reported_and_kept(
     assert again["corpora"][2]["wanted"] is None
 
 
+def test_a_finished_file_of_any_part_is_shown(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    out, tokenizer = tmp_path / "all.npz", ["--tokenizer", str(folder)]
+    made = [str(SMALL), *tokenizer, "--part", "all", "--out", str(out)]
+    assert main(["samples", *made]) == 0
+    assert main(["samples", str(out), *tokenizer]) == 0
+    assert capsys.readouterr().out.count("part all\n") == 2
+    for option, value, said in (
+        ("--part", "held_out", "holds the part 'all', wanted 'held_out'"),
+        ("--out", str(tmp_path / "copy.npz"), "nothing to keep as"),
+    ):
+        assert main(["samples", str(out), *tokenizer, option, value]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "folder.npz").mkdir()
+    given = [str(SMALL), *tokenizer, "--out", str(tmp_path / "folder.npz")]
+    assert main(["samples", *given]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
+
+
 def test_held_out_that_is_too_short_exits_with_2(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

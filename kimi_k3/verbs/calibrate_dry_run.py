@@ -44,8 +44,12 @@ def cost_of(options: argparse.Namespace) -> "CalibrationCost":
     from ..build.calibration_cost import calibration_cost, sizes_of_folder
     from ..machine.hardware import read_machine
 
+    step_tokens, limit = options.step_tokens, options.memory_limit
+    if step_tokens is not None and step_tokens < 1:
+        raise CalibrationError(f"--step-tokens is {step_tokens}, wanted 1 or more.")
+    if limit is not None and not 0 <= limit < float("inf"):
+        raise CalibrationError(f"--memory-limit is {limit:g}, wanted 0 GB or more.")
     rows, length, corpora = _shape(options.samples or DEFAULT_MIX)
-    limit = options.memory_limit
     if limit is None:
         limit = read_machine().memory * HELD_SHARE / 1e9
     source = None if options.source is None else Path(options.source)
@@ -55,7 +59,7 @@ def cost_of(options: argparse.Namespace) -> "CalibrationCost":
         rows=rows,
         length=length,
         corpora=corpora,
-        step_tokens=options.step_tokens or STEP_TOKENS,
+        step_tokens=step_tokens or STEP_TOKENS,
         memory_limit=int(limit * 1e9),
         moments=options.moments == "on",
         speeds=_speeds(options),

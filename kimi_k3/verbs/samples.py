@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         choices=("calibration", "held_out", "all"),
-        default="calibration",
-        help="which documents: by their hash, so that the parts never overlap",
+        help="which documents: by their hash, so that the parts never overlap "
+        "(default: calibration, or what a finished file holds)",
     )
     parser.add_argument("--out", metavar="FILE.npz", help="keep the samples")
     parser.add_argument("--list", action="store_true", help="name the shipped mixes")
@@ -65,17 +65,29 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> "SamplesReport":
-    from ..build.samples import load_tokenizer, make_samples_and_report, open_samples
+    from ..build.samples import (
+        Samples,
+        load_tokenizer,
+        make_samples_and_report,
+        open_samples,
+    )
     from ..build.samples_report import report_on
 
     if Path(options.mix).suffix == ".npz":
-        samples = open_samples(options.mix, options.tokenizer)
+        if options.out:
+            raise SamplesError(
+                f"{options.mix} is finished: there is nothing to keep as {options.out}. "
+                "Name a mix, or leave --out away."
+            )
+        part = options.part or Samples.load(options.mix).part
+        samples = open_samples(options.mix, options.tokenizer, part)
         tokenizer = load_tokenizer(options.tokenizer)
         return report_on(samples, tokenizer, origin=options.mix)
     if options.out:
         _check_out(Path(options.out))
+    part = options.part or "calibration"
     samples, report = make_samples_and_report(
-        options.mix, options.tokenizer, options.part, progress=_Progress().show
+        options.mix, options.tokenizer, part, progress=_Progress().show
     )
     if options.out:
         samples.save(options.out)
@@ -85,6 +97,8 @@ def _report(options: argparse.Namespace) -> "SamplesReport":
 def _check_out(path: Path) -> None:
     if path.suffix != ".npz":
         raise SamplesError(f"--out {path} does not end in .npz; call it {path}.npz.")
+    if path.is_dir():
+        raise SamplesError(f"--out {path} is a folder; name a file.")
     if not path.parent.is_dir():
         raise SamplesError(f"--out: {path.parent} is no folder; create it first.")
 
