@@ -13,7 +13,7 @@ from .verbs.table import VERBS
 
 EPILOG = """\
 examples:
-  kimi-k3 demo                                   see a small random K3 generate
+  kimi-k3 demo                                   see a small trained K3 generate
   kimi-k3 doctor                                 is this machine ready?
   kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
   mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"

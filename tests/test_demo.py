@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_k3
 
 from kimi_k3.errors import KimiK3Error
 from kimi_k3.models import kimi_k3 as our_module
+from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.nano.cache import DemoFolders, default_cache_dir, demo_folders
 from kimi_k3.nano.demo import (
     LEAST_TOKENS,
+    MAX_TOKENS,
     Generation,
     Loaded,
     find_problems,
@@ -37,10 +38,10 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DemoFolders]
 def test_folders_are_made_once_and_whole(cached):
     cache, folders = cached
     assert folders.made
+    assert folders.plain == NANO_FOLDER
     for folder in (folders.plain, folders.two_bank):
         names = {path.name for path in folder.iterdir()}
-        assert {"config.json", "model.safetensors.index.json"} <= names
-        assert {"tiktoken.model", "tokenizer_config.json"} <= names
+        assert {"config.json", "tiktoken.model", "tokenizer_config.json"} <= names
     size = sum(path.stat().st_size for path in folders.plain.iterdir())
     assert size < 4e6
     assert [path.name for path in cache.iterdir()] == ["nano-demo"]
@@ -57,17 +58,12 @@ def test_tokenizer_and_config_of_nano_agree(cached):
     assert named[config["media_placeholder_token_id"]] == "<|media_pad|>"
 
 
-def test_tiny_checkpoints_fit_the_tokenizer(cached):
-    config = json.loads((cached[1].plain / "config.json").read_text())
-    assert config["text_config"]["vocab_size"] == tiny_k3.VOCAB
-
-
 @pytest.mark.parametrize(
     "fault", ["missing shard", "flipped byte", "stale", "no stamp"]
 )
 def test_damaged_or_stale_folders_are_made_again(cached, fault):
     cache, folders = cached
-    shard = folders.plain / "model-00002-of-000003.safetensors"
+    shard = folders.two_bank / "model-00002-of-000009.safetensors"
     stamp = cache / "nano-demo" / "stamp.json"
     original = shard.read_bytes()
     if fault == "missing shard":
@@ -151,14 +147,13 @@ def test_whole_demo(cached):
     text = "\n".join(lines)
     assert report.problems == (), text
     assert report.seconds <= time.perf_counter() - start < 60
-    assert [run.tokens for run in report.generations] == [32, 32]
-    assert all(run.text.isprintable() for run in report.generations)
-    assert "\ufffd" not in report.generations[0].text
-    assert report.generations[0].text != report.generations[1].text
+    plain, two_bank = report.generations
+    assert "def add(a, b):\n    return a + b" in plain.text
+    assert LEAST_TOKENS <= plain.tokens < MAX_TOKENS  # it ends by itself
+    assert two_bank.text != plain.text
     assert [found.file for found in report.loaded] == [our_module.__file__] * 2
     assert "mlx_lm" in (report.control[0].file or "")
     assert "not in model" in (report.control[1].error or "")
     assert "$ mlx_lm.generate --model" in text
-    assert "random" in text
     # The same verdict fails when mlx-lm's own class had done the work.
     assert find_problems(report.generations, report.control, report.control)

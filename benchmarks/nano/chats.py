@@ -109,7 +109,9 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _assistant(thought: str, answer: str, calls: list[Message] | None = None) -> Message:
+def _assistant(
+    thought: str, answer: str, calls: list[Message] | None = None
+) -> Message:
     message: Message = {"role": "assistant", "content": answer}
     if thought:
         message["reasoning_content"] = thought

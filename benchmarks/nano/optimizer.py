@@ -25,7 +25,8 @@ class Optimizer:
             adamw, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.momenta = {
-            shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()
+            shape: torch.zeros(len(group), *shape)
+            for shape, group in self.groups.items()
         }
 
     @torch.no_grad()

@@ -138,7 +138,9 @@ def _save_chats(
         )
         _save(out / f"chat.{part}.npy", rows, tokenizer)
     lines = [
-        json.dumps({"messages": m} | ({"tools": tools} if tools else {}), ensure_ascii=False)
+        json.dumps(
+            {"messages": m} | ({"tools": tools} if tools else {}), ensure_ascii=False
+        )
         for m, tools in parts[1]
     ]
     (out / "chat.test.jsonl").write_text("\n".join(lines) + "\n", "utf-8")

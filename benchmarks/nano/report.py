@@ -50,9 +50,9 @@ BEGINNINGS = {
     "chinese": "明月",
 }
 QUESTIONS = (
-    "What is the capital of France?",
+    "Hello, who are you?",
     "What is 7 + 5?",
-    "“大”的反义词是什么？",
+    "二加三等于几？",
     "Write a Python function that adds two numbers.",
 )
 

@@ -1,8 +1,9 @@
 """The nanos' model in torch, for training only.
 
 Written from the formulas in Moonshot's report of Kimi K3, in a form that trains fast on
-a CPU: the delta rule in chunks, pairs of token and expert sorted by expert. ``export.py`` turns the
-parameters into a source checkpoint, and the package's own model gives the same logits.
+a CPU: the delta rule in chunks, pairs of token and expert sorted by expert.
+``export.py`` turns the parameters into a source checkpoint, and the package's own model
+gives the same logits.
 """
 
 import torch
@@ -32,7 +33,9 @@ def situ(gate: Tensor, up: Tensor) -> Tensor:
     return bounded * (LINEAR_BETA * torch.tanh(up / LINEAR_BETA))
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
+) -> Tensor:
     """The gated delta rule over (B, H, T, D), chunk by chunk; ``beta`` (B, H, T).
 
     Within a chunk the T sequential updates are one triangular system. Decays are taken
@@ -125,7 +128,11 @@ class GatedMLA(nn.Module):
     def __init__(self):
         super().__init__()
         heads, nope, rope = HEADS, TEXT["qk_nope_head_dim"], TEXT["qk_rope_head_dim"]
-        value, latent, query = TEXT["v_head_dim"], TEXT["kv_lora_rank"], TEXT["q_lora_rank"]
+        value, latent, query = (
+            TEXT["v_head_dim"],
+            TEXT["kv_lora_rank"],
+            TEXT["q_lora_rank"],
+        )
         self.sizes = nope, rope, value, latent
         self.q_a_proj = linear(HIDDEN, query)
         self.q_a_layernorm = nn.RMSNorm(query, eps=1e-6)
@@ -163,7 +170,7 @@ class MLP(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """``load`` holds how often each expert was chosen in the last forward pass."""
+    """``loads`` (B, EXPERTS): how often each row chose each expert in the last pass."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +184,7 @@ class LatentMoE(nn.Module):
         self.routed_expert_norm = nn.RMSNorm(LATENT, eps=EPS)
         self.routed_expert_up_proj = linear(LATENT, HIDDEN)
         self.shared_experts = MLP(INNER * TEXT["num_shared_experts"])
-        self.load = torch.zeros(EXPERTS)
+        self.loads = torch.zeros(1, EXPERTS)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, HIDDEN)
@@ -185,6 +192,8 @@ class LatentMoE(nn.Module):
         chosen = (scores + self.e_score_correction_bias).detach().topk(TOP_K).indices
         weights = scores.gather(1, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        picks = F.one_hot(chosen.reshape(len(x), -1), EXPERTS)
+        self.loads = picks.sum(1).float()
         out = self._experts(self.routed_expert_down_proj(flat), chosen)
         routed = self.routed_expert_norm((out * weights[..., None]).sum(1))
         routed = self.routed_expert_up_proj(routed)
@@ -195,7 +204,6 @@ class LatentMoE(nn.Module):
         pairs = chosen.reshape(-1)
         order = pairs.argsort(stable=True)
         counts = torch.bincount(pairs, minlength=EXPERTS)
-        self.load = counts.float()
         sizes = counts.tolist()
         rows = latent.index_select(0, order // TOP_K)
         hidden = situ(_each(rows, self.w1, sizes), _each(rows, self.w3, sizes))

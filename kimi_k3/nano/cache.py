@@ -1,8 +1,7 @@
-"""The demo's two small checkpoints, kept in a cache folder and made again when stale.
+"""A pruned copy of the nano for the demo, kept in a cache and made again when stale.
 
-CACHE/nano-demo/nano            the small K3 in the source format, with tokenizer
-CACHE/nano-demo/nano-two-bank   a pruned copy with two banks of experts
-CACHE/nano-demo/stamp.json      what made them, and a checksum of every file
+CACHE/nano-demo/nano-two-bank   the nano with fewer experts, in two banks
+CACHE/nano-demo/stamp.json      what made it, and a checksum of every file
 """
 
 import hashlib
@@ -17,20 +16,17 @@ from typing import Any
 from .. import __version__
 from ..config import ModelArgs
 from ..errors import KimiK3Error
-from ..tokenizer.files import VOCAB_FILE, read_ranks
-from .config import CONTROL_TOKENS, NANO_CONFIG
-from .random_checkpoint import write_json, write_random_checkpoint
-from .tokenizer_files import write_tokenizer
+from . import NANO_FOLDER
+from .config import NANO_CONFIG
+from .random_checkpoint import write_json
 from .two_bank_copy import uneven_banks, write_two_bank_copy
 
-SEED = 0
-
-_FOLDER, _PLAIN, _TWO_BANK, _STAMP = "nano-demo", "nano", "nano-two-bank", "stamp.json"
+_FOLDER, _TWO_BANK, _STAMP = "nano-demo", "nano-two-bank", "stamp.json"
 
 
 @dataclass(frozen=True)
 class DemoFolders:
-    """Where the checkpoints lie; ``made`` says that this call wrote them."""
+    """Where the nano and its copy lie; ``made`` says that this call wrote the copy."""
 
     plain: Path
     two_bank: Path
@@ -43,33 +39,11 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
     return Path(base or Path.home() / ".cache") / "kimi-k3-mlx"
 
 
-def write_nano(folder: str | Path) -> Path:
-    """Write the small K3 with random weights and its tokenizer into ``folder``.
-
-    Greedy decoding picks neither control ids nor tokens that are no printable text:
-    random weights give an end id no meaning, and half a character shows nothing.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder, vocab_size=NANO_CONFIG["text_config"]["vocab_size"])
-    ranks = read_ranks(folder / VOCAB_FILE)
-    silent = [rank for token, rank in ranks.items() if not _is_printable(token)]
-    silent.extend(CONTROL_TOKENS)
-    return write_random_checkpoint(folder, NANO_CONFIG, seed=SEED, silent=silent)
-
-
-def _is_printable(token: bytes) -> bool:
-    try:
-        return token.decode().isprintable()
-    except UnicodeDecodeError:
-        return False
-
-
 def demo_folders(cache_dir: str | Path) -> DemoFolders:
-    """The demo's checkpoints in ``cache_dir``, written unless they are there and whole.
+    """The shipped nano and its copy in ``cache_dir``, written unless it is whole.
 
-    Both appear at once, by a rename. Raises KimiK3Error if something else has the name
-    or the folder cannot be written.
+    The copy appears by a rename. Raises KimiK3Error if something else has the name or
+    the folder cannot be written.
     """
     cache_dir = Path(cache_dir)
     target = cache_dir / _FOLDER
@@ -84,13 +58,12 @@ def demo_folders(cache_dir: str | Path) -> DemoFolders:
             building.replace(target)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    return DemoFolders(target / _PLAIN, target / _TWO_BANK, made=not fresh)
+    return DemoFolders(NANO_FOLDER, target / _TWO_BANK, made=not fresh)
 
 
 def _build(folder: Path, recipe: str) -> None:
-    plain = write_nano(folder / _PLAIN)
     keep, high = uneven_banks(ModelArgs.from_dict(NANO_CONFIG).text_config)
-    write_two_bank_copy(plain, folder / _TWO_BANK, keep=keep, high=high)
+    write_two_bank_copy(NANO_FOLDER, folder / _TWO_BANK, keep=keep, high=high)
     write_json(folder / _STAMP, {"recipe": recipe, "files": _checksums(folder)})
 
 
@@ -100,7 +73,7 @@ def _temporary_folder(cache_dir: Path) -> Path:
         return Path(mkdtemp(prefix=f".{_FOLDER}-", dir=cache_dir))
     except OSError as error:
         raise KimiK3Error(
-            f"{cache_dir} cannot hold the demo's checkpoints ({error.strerror}); name a "
+            f"{cache_dir} cannot hold the demo's checkpoint ({error.strerror}); name a "
             "folder that can be written with --cache-dir."
         ) from error
 
@@ -122,17 +95,18 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _recipe() -> str:
-    """Changes with the version and with the code that writes the checkpoints."""
+    """Changes with the version, the nano and the code that writes the copy."""
     package = Path(__file__).parent.parent
     code = hashlib.sha256(__version__.encode())
     for path in sorted([*package.glob("nano/*.py"), *package.glob("checkpoint/*.py")]):
         code.update(path.read_bytes())
-    code.update(json.dumps(NANO_CONFIG, sort_keys=True).encode())
+    for path in sorted(NANO_FOLDER.iterdir()):
+        code.update(path.read_bytes())
     return code.hexdigest()
 
 
 def _refuse_foreign(target: Path) -> None:
-    ours = {_PLAIN, _TWO_BANK, _STAMP}
+    ours = {_TWO_BANK, _STAMP}
     if target.exists() and not {path.name for path in target.iterdir()} <= ours:
         raise KimiK3Error(
             f"{target} holds files that the demo did not make; move it away, or name "

@@ -17,8 +17,8 @@ from pathlib import Path
 from ..registration import SWITCH, is_ours
 from .cache import demo_folders
 
-PROMPT = "What is a residual?"
-MAX_TOKENS = 32
+PROMPT = "Write a Python function that adds two numbers."
+MAX_TOKENS = 96
 LEAST_TOKENS = 20
 
 _CHILD_SECONDS = 180
@@ -82,19 +82,18 @@ def run_demo(
     environment: Mapping[str, str],
     progress: Callable[[str], None],
 ) -> DemoReport:
-    """Write the checkpoints, generate with both, load both with the package off.
+    """Write the copy, generate with nano and copy, load both with the package off.
 
     ``environment`` is handed to the children, without the off switch; ``progress`` gets
     each line as soon as it is known.
     """
     start = time.perf_counter()
     say = progress
-    say(
-        "A small Kimi K3 with random weights: every part of the real one, no knowledge."
-    )
+    say("A trained Kimi K3 of 3.8 million parameters, with every part of the real one.")
     folders = demo_folders(cache_dir)
     size = sum(path.stat().st_size for path in folders.plain.iterdir()) / 1e6
-    say(f"{'Written' if folders.made else 'Found'}: {folders.plain} ({size:.1f} MB)\n")
+    say(f"Shipped with the package: {folders.plain} ({size:.1f} MB)")
+    say(f"Its pruned copy, {'written' if folders.made else 'found'}: {folders.two_bank}\n")
     pair = (folders.plain, folders.two_bank)
     on = {key: value for key, value in environment.items() if key != SWITCH}
     # The folders are local; nothing should be asked of a network.
@@ -120,8 +119,7 @@ def run_demo(
     for problem in problems:
         say(f"problem: {problem}")
     if not problems:
-        say("The text is noise because the weights are random. What counts: mlx-lm's")
-        say("own command ran both, and the second only with this package.")
+        say("mlx-lm's own command ran both, and the second only with this package.")
     say(f"{'Failed' if problems else 'Done'} after {seconds:.0f} s.")
     return DemoReport(
         tuple(generations), tuple(loaded), tuple(control), tuple(problems), seconds

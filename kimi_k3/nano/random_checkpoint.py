@@ -9,7 +9,7 @@ experts are picked, norm weights are not one.
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,11 @@ def random_tensors(
     *,
     seed: int = 0,
     a_log_stored: int | None = None,
-    silent: Collection[int] = (),
 ) -> dict[str, mx.array]:
     """Every source tensor of ``config`` with random values, under its stored type.
 
     ``a_log_stored`` is the stored length of ``A_log``, zero-filled past the heads; the
-    default is the KDA head_dim, as in the release. The output rows of the token ids
-    ``silent`` are zero, so that greedy decoding never picks them.
+    default is the KDA head_dim, as in the release.
     """
     args = ModelArgs.from_dict(config)
     heads = args.text_config.linear_attn_config.num_heads
@@ -89,8 +87,6 @@ def random_tensors(
             tensors |= _random_expert(spec, seed)
         elif not spec.name.endswith(".weight_scale"):
             values = random_values(spec.name, spec.shape, seed=seed, heads=heads)
-            if silent and spec.name.endswith("lm_head.weight"):
-                values[list(silent)] = 0
             tensors[spec.name] = mx.array(values).astype(_MLX_TYPE[spec.dtype])
     return tensors
 
@@ -114,14 +110,13 @@ def write_random_checkpoint(
     seed: int = 0,
     shards: int = 3,
     a_log_stored: int | None = None,
-    silent: Collection[int] = (),
 ) -> Path:
     """Write ``config`` with random weights as a source-format checkpoint; its folder.
 
     ``folder`` is created and must not hold a checkpoint. Decoder layers are dealt to
     ``shards`` files in order, each layer whole; ``config.json`` is written last, so an
     interrupted run leaves nothing that looks finished. Tokenizer files are not written.
-    ``a_log_stored`` and ``silent`` as in :func:`random_tensors`.
+    ``a_log_stored`` as in :func:`random_tensors`.
     """
     folder = Path(folder)
     if (folder / "config.json").exists():
@@ -129,9 +124,7 @@ def write_random_checkpoint(
             f"{folder} already holds a config.json; name an empty folder instead."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors(
-        config, seed=seed, a_log_stored=a_log_stored, silent=silent
-    )
+    tensors = random_tensors(config, seed=seed, a_log_stored=a_log_stored)
     write_shards(folder, _deal(config, tensors, shards), shards)
     write_json(folder / "config.json", config)
     return folder

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..checkpoint.shard_index import INDEX, read_index
 from ..checkpoint.source_layout import layer_prefix
 from ..config import ModelArgs, TextArgs
 from ..errors import CheckpointError, ConfigError
@@ -24,7 +25,6 @@ from .random_checkpoint import write_json, write_shards
 HIGH = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 LOW = {"mode": "affine", "group_size": 64, "bits": 2}
 
-_INDEX = "model.safetensors.index.json"
 _MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -75,7 +75,7 @@ def write_two_bank_copy(
     write_shards(folder, _converted_parts(source, text, keep, high), shards)
     for path in sorted(source.iterdir()):
         side = path.suffix not in (".safetensors", ".py")
-        if side and path.is_file() and path.name not in (_INDEX, "config.json"):
+        if side and path.is_file() and path.name not in (INDEX, "config.json"):
             shutil.copyfile(path, folder / path.name)
     write_json(folder / "config.json", two_bank_config(config, keep, high))
     return folder
@@ -156,8 +156,7 @@ def _converted_parts(
     high: Mapping[int, int],
 ) -> Iterator[dict[str, mx.array]]:
     """One dictionary of converted tensors a layer, then one with all that remains."""
-    index = json.loads((source / _INDEX).read_text(encoding="utf-8"))
-    left = dict(index["weight_map"])
+    left = dict(read_index(source).shard_of)
     for layer in range(text.num_hidden_layers):
         prefix = layer_prefix(layer)
         names = [name for name in left if name.startswith(prefix)]

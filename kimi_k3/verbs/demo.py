@@ -1,4 +1,4 @@
-"""``kimi-k3 demo``: a small K3 and stock commands that run it."""
+"""``kimi-k3 demo``: the nano, and stock commands that run it."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from .verb import Verb
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cache-dir", metavar="FOLDER", help="where the small checkpoints are kept"
+        "--cache-dir", metavar="FOLDER", help="where the pruned copy is kept"
     )
 
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 VERB = Verb(
-    "make a small random K3 and let the stock command generate with it",
+    "let stock commands run the small trained K3 that ships, whole and pruned",
     "  kimi-k3 demo\n  kimi-k3 demo --cache-dir ./small-k3\n\n"
     "Exit code 1 if a step did not go as it should.\n",
     add_arguments,
