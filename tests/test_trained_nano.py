@@ -83,7 +83,8 @@ def test_calls_the_tool_that_it_is_offered(nano):
         },
     }
     question = [{"role": "user", "content": "How is the weather in Rome?"}]
-    text = ask(*nano, question, [tool])
+    model, tokenizer = nano
+    text = ask(model, tokenizer, question, [tool])
     assert '<|open|>call tool="weather" index="1"<|sep|>' in text
     assert '<|open|>argument key="city" type="string"<|sep|>' in text
     assert text.endswith("<|close|>tools<|sep|><|close|>message<|sep|>")

@@ -154,7 +154,8 @@ class TextModel(nn.Module):
         if True in first:
             masks[True] = create_ssm_mask(h, first[True])
         if False in first:
-            masks[False] = create_attention_mask(h, first[False], return_array=True)
+            causal = create_attention_mask(h, first[False], return_array=True)
+            masks[False] = cast(mx.array | None, causal)
         return masks
 
     def _receive(

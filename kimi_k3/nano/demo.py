@@ -93,7 +93,9 @@ def run_demo(
     folders = demo_folders(cache_dir)
     size = sum(path.stat().st_size for path in folders.plain.iterdir()) / 1e6
     say(f"Shipped with the package: {folders.plain} ({size:.1f} MB)")
-    say(f"Its pruned copy, {'written' if folders.made else 'found'}: {folders.two_bank}\n")
+    say(
+        f"Its pruned copy, {'written' if folders.made else 'found'}: {folders.two_bank}\n"
+    )
     pair = (folders.plain, folders.two_bank)
     on = {key: value for key, value in environment.items() if key != SWITCH}
     # The folders are local; nothing should be asked of a network.
