@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks" / "nano").glob("*.md")),
+]
 
 
 def listed_files(readme: str) -> set[str]:
@@ -41,7 +45,9 @@ def test_the_tree_lists_every_file_of_the_package() -> None:
     assert {path for path in shown if not path.endswith("__init__.py")} == real
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
