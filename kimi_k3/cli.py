@@ -4,6 +4,7 @@ The verbs are rows of :data:`VERBS`, one file each in ``verbs/``.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> object:
     """Run the command line; returns what ``sys.exit`` takes."""
     options = build_parser().parse_args(arguments)
     try:
-        return VERBS[options.verb].run(options)
+        done = VERBS[options.verb].run(options)
+        sys.stdout.flush()
+        return done
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` does. Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KimiK3Error as error:
         if options.debug:
             raise

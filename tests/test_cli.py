@@ -1,12 +1,14 @@
 """The command ``kimi-k3``: its help, its errors, and the second door ``run``."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from fresh_python import run_command, run_python
+from fresh_python import installed_command, run_command, run_python
 from tiny_k3 import write_t2
 
 from kimi_k3 import __version__, folder_check
@@ -113,6 +115,20 @@ def failing_verb(error: BaseException) -> Verb:
 def test_interrupt(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(VERBS, "fail", failing_verb(KeyboardInterrupt()))
     assert main(["fail"]) == 130
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [installed_command("kimi-k3"), "samples", "--list"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_tracebacks_are_for_debugging(

@@ -77,6 +77,10 @@ def test_copies_share_a_hash():
         assert getattr(document(copy), "digest", "") == first.digest
     for other in ("a b c d", "A b c", "ab c"):
         assert getattr(document(other), "digest", "") != first.digest
+    composed, apart = document("caf\u00e9"), document("cafe\u0301")
+    assert composed
+    assert apart
+    assert composed.digest == apart.digest
     assert document(" \n\t ") is None
     assert document("a \ud800 b") is not None
 

@@ -95,6 +95,7 @@ WRONG = {
     "no source": (HEAD + ONE.replace('files = "*.txt"', ""), "has no source"),
     "no name": (HEAD + ONE.replace('name = "a"', ""), "corpus 1 has no name"),
     "empty name": (HEAD + ONE.replace('"a"', '" "'), "a corpus has an empty name"),
+    "escape": (HEAD + ONE.replace('"a"', '"\\u001b[2J"'), "cannot be printed"),
     "no share": (HEAD + ONE.replace("share = 1", ""), "corpus 'a' has no share"),
     "share of nothing": (HEAD + ONE.replace("= 1", "= 0"), "share is 0.0; make it pos"),
     "negative share": (HEAD + ONE.replace("= 1", "= -1"), "share is -1.0"),
@@ -136,6 +137,17 @@ def test_wrong_mixes_are_refused(name: str):
     text, message = WRONG[name]
     with pytest.raises(MixError, match=message):
         parse_mix(text, base=Path(), origin="m")
+
+
+def test_no_more_corpora_than_labels_tell_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "mix.toml"
+    path.write_text(HEAD + ONE + ONE.replace('"a"', '"b"'))
+    assert len(read_mix(path).corpora) == 2
+    monkeypatch.setattr("kimi_k3.build.mix.MOST_CORPORA", 1)
+    with pytest.raises(MixError, match="there are 2 corpora; at most 1 can be"):
+        read_mix(path)
 
 
 def test_the_pattern_of_wrong_mixes_is_right():

@@ -9,6 +9,7 @@ import codecs
 import glob
 import hashlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,8 +41,11 @@ class Document:
 
 
 def document(text: str, *, conversation: bool = False) -> Document | None:
-    """The document that ``text`` makes; None if it has nothing but white space."""
-    words = " ".join(text.split())
+    """The document that ``text`` makes; None if it has nothing but white space.
+
+    Copies that differ in white space or in how accents are composed share a digest.
+    """
+    words = " ".join(unicodedata.normalize("NFC", text).split())
     if not words:
         return None
     digest = hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()[:32]

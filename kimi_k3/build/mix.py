@@ -13,6 +13,9 @@ from .scripts import LANGUAGES
 PACKINGS = ("pack", "window")
 IF_SHORT = ("refuse", "repeat", "accept")
 
+#: A token's corpus is kept as an int16.
+MOST_CORPORA = 32_767
+
 #: A value of a column that a dataset can be filtered by.
 Scalar = str | int | float | bool
 
@@ -72,6 +75,11 @@ class Corpus:
         where = f"corpus {self.name!r}"
         if not self.name.strip():
             raise MixError("a corpus has an empty name; give it one.")
+        if not self.name.isprintable():
+            raise MixError(
+                f"{where}: the name has characters that cannot be printed; results are "
+                "kept by it, so choose plain ones."
+            )
         if not 0 < self.share < float("inf"):
             raise MixError(
                 f"{where}: share is {self.share}; make it positive, or take the corpus out."
@@ -139,6 +147,11 @@ class Mix:
             )
         if not self.corpora:
             self._fail("there is no [[corpus]]; name at least one.")
+        if len(self.corpora) > MOST_CORPORA:
+            self._fail(
+                f"there are {len(self.corpora)} corpora; at most {MOST_CORPORA} can be "
+                "told apart. Put sources that belong together into one corpus."
+            )
         names = [corpus.name for corpus in self.corpora]
         if twice := [name for name in names if names.count(name) > 1]:
             self._fail(
