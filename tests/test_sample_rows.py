@@ -49,6 +49,14 @@ def test_arrays_cannot_be_written_to(small: Samples):
         small.tokens[0, 0] = 1
 
 
+def test_what_they_are_made_of_may_change(small: Samples):
+    base = small.tokens.copy()
+    mine = dataclasses.replace(small, tokens=base[:])
+    assert mine.fingerprint == small.fingerprint
+    base[0, 0] += 1
+    assert np.array_equal(mine.tokens, small.tokens)
+
+
 def pad(parts: dict[str, Any], place: Any) -> None:
     parts["labels"][place] = parts["documents"][place] = -1
 

@@ -65,7 +65,10 @@ class Samples:
                     f"{name} have shape {array.shape}, tokens {self.tokens.shape}; "
                     f"they must be equal. {_REMEDY}"
                 )
+            # The caller's array stays the caller's; nothing changes after a fingerprint.
+            array = array.copy()
             array.flags.writeable = False
+            object.__setattr__(self, name, array)
         self._check_padding()
         self._check_names()
 
