@@ -19,6 +19,7 @@ from kimi_k3.build.scripts import (
     script_shares,
 )
 from kimi_k3.cli import main
+from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.verbs import samples as verb
 
 ROOT = Path(__file__).parent.parent
@@ -267,7 +268,7 @@ def test_reports_are_plain_values(folder: Path):
     assert json.loads(json.dumps(report.to_dict()))["corpora"][0]["name"] == "code"
 
 
-def test_the_page_shows_a_real_report(folder: Path):
+def test_the_page_shows_a_real_report():
     page = (ROOT / "docs" / "samples.md").read_text(encoding="utf-8")
-    _, report = make_samples_and_report(SMALL, folder)
+    _, report = make_samples_and_report(SMALL, NANO_FOLDER)
     assert report.text().replace(f"{ROOT}/", "") in page

@@ -23,6 +23,9 @@ from .two_bank_copy import uneven_banks, write_two_bank_copy
 
 _FOLDER, _TWO_BANK, _STAMP = "nano-demo", "nano-two-bank", "stamp.json"
 
+#: What earlier demos kept there as well.
+_FORMER = ("nano",)
+
 
 @dataclass(frozen=True)
 class DemoFolders:
@@ -106,9 +109,9 @@ def _recipe() -> str:
 
 
 def _refuse_foreign(target: Path) -> None:
-    ours = {_TWO_BANK, _STAMP}
+    ours = {_TWO_BANK, _STAMP, *_FORMER}
     if target.exists() and not {path.name for path in target.iterdir()} <= ours:
         raise KimiK3Error(
             f"{target} holds files that the demo did not make; move it away, or name "
-            "another cache folder."
+            "another cache folder with --cache-dir."
         )
