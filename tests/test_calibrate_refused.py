@@ -161,6 +161,8 @@ def test_a_finished_calibration_is_given_back(
             f"{finished} holds this calibration, finished; there is nothing to do."
         ]
         assert table.digest == SaliencyTable.load(finished).digest
+    with pytest.raises(PartialResultError, match="tokens a step was 2048 and is 16"):
+        calibrate(source, samples, finished, step_tokens=16)
     assert results(finished) == before
     assert not (finished / "partial").exists()
 

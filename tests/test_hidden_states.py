@@ -3,6 +3,7 @@
 import json
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -299,22 +300,25 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
         new(tmp_path / "file" / "states")
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """No file may have more than half an array's bytes, as if the disk were full."""
+    """No file may have more than half an array's bytes, as if the disk were full.
+
+    Not for a whole test: the limit holds for pytest's own output as well.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ARRAY // 2, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_named_and_the_last_state_stays(stored: Path, request):
+def test_a_full_disk_is_named_and_the_last_state_stays(stored: Path):
     states = HiddenStates.open(stored, MUCH)
-    request.getfixturevalue("small_disk")
+    named = r"prefix-1\.bin cannot be written: File too large"
     for _ in range(2):
-        with pytest.raises(
-            ScratchError, match=r"prefix-1\.bin cannot be written: File too large"
-        ):
+        with pytest.raises(ScratchError, match=named), small_disk():
             put(states, 4)
         check(HiddenStates.open(stored, 0), 3)
         check(states, 3)
@@ -322,13 +326,8 @@ def test_a_full_disk_is_named_and_the_last_state_stays(stored: Path, request):
 
 def test_the_run_goes_on_when_there_is_room(stored: Path):
     states = HiddenStates.open(stored, ARRAY)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ARRAY // 2, hard))
-    try:
-        with pytest.raises(ScratchError, match="make room"):
-            put(states, 4, step=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(ScratchError, match="make room"), small_disk():
+        put(states, 4, step=1)
     check(states, 3)
     check(fill(states, 4), 4)
     check(HiddenStates.open(stored, 0), 4)

@@ -172,9 +172,8 @@ class Journal:
         return any((self.out / PARTIAL).glob("layer-*.npz"))
 
     def close(self) -> None:
-        """Delete what only an unfinished calibration needs; the lock last."""
+        """Delete what only an unfinished calibration needs."""
         _delete(self.out, _PARTIAL_RESULTS)
-        _unlock(self.out)
 
     def _record_path(self, layer: int) -> Path:
         return self.out / PARTIAL / f"layer-{layer:03d}.npz"
@@ -198,9 +197,9 @@ def locked(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            # Whatever else is in these folders was not put there by this process.
+            _unlock(out)
             if not (out / RUN).exists():
-                # Whatever else is in these folders was not put there by this process.
-                _unlock(out)
                 with suppress(OSError):  # unless it holds other things
                     out.rmdir()
 
