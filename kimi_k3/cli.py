@@ -17,6 +17,8 @@ examples:
   kimi-k3 demo                                   see a small trained K3 generate
   kimi-k3 doctor                                 is this machine ready?
   kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
+  kimi-k3 calibrate ./Kimi-K3 --samples mix.toml --out ./calibration
+                                                 which experts matter, for which text?
   mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"
                                                  stock commands simply work
 
