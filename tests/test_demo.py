@@ -88,6 +88,13 @@ def test_a_folder_of_that_name_with_other_files_is_left_alone(tmp_path):
     assert thesis.read_text() == "mine"
 
 
+def test_what_an_earlier_demo_kept_is_replaced(tmp_path):
+    (tmp_path / "nano-demo" / "nano").mkdir(parents=True)
+    (tmp_path / "nano-demo" / "nano" / "config.json").write_text("{}")
+    assert demo_folders(tmp_path).made
+    assert not (tmp_path / "nano-demo" / "nano").exists()
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KimiK3Error, match=r"file/cache cannot hold .* --cache-dir"):
