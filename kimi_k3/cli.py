@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> object:
         sys.stdout.flush()
         return done
     except BrokenPipeError:
+        # In a host's command it may be a socket's, and is the host's to tell.
+        if options.debug or options.verb == "run":
+            raise
         # The reader has seen enough, as `head` does. Python flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -131,6 +131,12 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_pipe_that_breaks_in_a_host_is_the_hosts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(VERBS, "run", failing_verb(BrokenPipeError("a socket")))
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["run"])
+
+
 def test_tracebacks_are_for_debugging(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
