@@ -16,6 +16,8 @@
     ├── CalibrationError     a calibration cannot start, or cannot go on
     │   └── PartialResultError    kept results of one are damaged or belong to another
     ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
+    ├── PlanError            a plan cannot be made, is damaged or does not fit the model
+    ├── ConversionError      a conversion cannot start, or cannot go on
     ├── MissingPackageError  a package that is needed only for this is not installed
     ├── RegistrationError    the host library cannot be served
     ├── DistributedError     a model cannot be split over this many ranks
@@ -74,6 +76,14 @@ class PartialResultError(CalibrationError):
 
 class SaliencyError(KimiK3Error):
     """What a calibration recorded is empty or damaged, or is asked for what it lacks."""
+
+
+class PlanError(KimiK3Error):
+    """A plan cannot be made, is damaged, or does not fit the model."""
+
+
+class ConversionError(KimiK3Error):
+    """A conversion cannot start, or cannot go on."""
 
 
 class MissingPackageError(KimiK3Error):

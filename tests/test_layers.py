@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     ("cli", "__main__"),
     ("verbs",),
-    ("run", "build", "evaluate", "nano", "machine"),
+    ("run", "build", "planning", "conversion", "evaluate", "nano", "machine"),
     ("loading", "folder_check"),
     ("tokenizer", "models"),
     ("checkpoint", "config"),

@@ -1,0 +1,1 @@
+"""From the release's format and a plan to a finished build."""
