@@ -80,7 +80,7 @@ class LayerStream:
         The same for a copy of the folder; another for other names, shapes, types or
         places of tensors. Values are not read.
         """
-        return _fingerprint(self.folder)
+        return folder_fingerprint(self.folder)
 
     @contextmanager
     def embed(self) -> Iterator[Callable[[mx.array], mx.array]]:
@@ -232,7 +232,8 @@ def _slots(model: Model) -> dict[Part, dict[str, _Slot]]:
     return slots
 
 
-def _fingerprint(folder: Folder) -> str:
+def folder_fingerprint(folder: Folder) -> str:
+    """See :attr:`LayerStream.fingerprint`."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr(_sorted(folder.config)).encode())
     for shard, header in sorted(folder.headers.items()):

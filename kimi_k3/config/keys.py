@@ -99,6 +99,7 @@ INERT = frozenset(
         "begin_suppress_tokens",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "conversion",
         "cross_attention_hidden_size",
         "decoder_start_token_id",
         "diversity_penalty",
