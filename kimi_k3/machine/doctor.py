@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from .. import __version__, registration
 from ..errors import RegistrationError
-from .hardware import Machine, read_machine
+from .hardware import Machine, memory_for_gpu, read_machine
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "transformers", "tiktoken", "numpy")
 
@@ -195,8 +195,7 @@ def wired_limit_findings(machine: Machine) -> list[Finding]:
     """macOS lets the GPU use about 3/4 of the memory until it is told otherwise."""
     if machine.wired_limit_mb is None or machine.gpu_memory is None:
         return []
-    # macOS itself keeps 8 GiB, or 1/16 of a large machine.
-    roomy_mb = (machine.memory - max(8 * GIB, machine.memory // 16)) // 2**20
+    roomy_mb = memory_for_gpu(machine.memory) // 2**20
     command = f"sudo sysctl iogpu.wired_limit_mb={roomy_mb}"
     if machine.wired_limit_mb > roomy_mb:
         left = machine.memory / GIB - machine.wired_limit_mb / 1024

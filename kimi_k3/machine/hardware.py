@@ -44,6 +44,14 @@ def read_machine() -> Machine:
     )
 
 
+def memory_for_gpu(memory: int) -> int:
+    """Bytes of ``memory`` that a Mac's GPU can be given.
+
+    macOS itself keeps 8 GiB, or 1/16 of a large machine.
+    """
+    return memory - max(8 * 2**30, memory // 16)
+
+
 def read_wired_limit(command: tuple[str, ...] = ("/usr/sbin/sysctl",)) -> int | None:
     """macOS: ``iogpu.wired_limit_mb``; None if the system does not tell."""
     try:
