@@ -9,7 +9,12 @@ from ..checkpoint.stored_format import StoredFormat
 from ..config import ModelArgs
 from ..models import Model
 from ..planning.expert_plan import HIGH, ExpertPlan
-from ..planning.matrix_classes import affine_format, class_matrices, inputs_of
+from ..planning.matrix_classes import (
+    affine_format,
+    class_matrices,
+    inputs_of,
+    refuse_unknown_classes,
+)
 
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
@@ -44,7 +49,8 @@ def build_config(source: Mapping[str, Any], plan: ExpertPlan) -> dict[str, Any]:
 def module_formats(model: Model, plan: ExpertPlan) -> dict[str, StoredFormat]:
     """Path → format of every module that ``plan`` quantises, of the build's ``model``.
 
-    ``model`` is lazily built from the build's own config, and dense.
+    ``model`` is lazily built from the build's own config, and dense. Raises PlanError
+    for a class of matrices that it does not have.
     """
     formats: dict[str, StoredFormat] = {}
     for layer in plan.layers:
@@ -55,7 +61,9 @@ def module_formats(model: Model, plan: ExpertPlan) -> dict[str, StoredFormat]:
                 formats[f"{experts}.bank_lo.{matrix}"] = plan.low_format
             else:
                 formats[f"{experts}.{matrix}"] = plan.expert_format(layer)
-    for name, path, module in class_matrices(model):
+    matrices = list(class_matrices(model))
+    refuse_unknown_classes(plan.bits, {name for name, _, _ in matrices})
+    for name, path, module in matrices:
         stored = affine_format(plan.bits.get(name, 16), inputs_of(module))
         if stored is not None:
             formats[path] = stored

@@ -139,6 +139,15 @@ class ExpertPlan:
                     f"the plan is for a checkpoint with {name} = {mine}, but this one has "
                     f"{theirs}. Plan with the saliency of this checkpoint."
                 )
+        widths = text.expert_hidden_size, text.moe_intermediate_size
+        low = next((n for n, plan in self.layers.items() if plan.low), None)
+        if low is not None and any(width % LOW_GROUP for width in widths):
+            raise PlanError(
+                f"the plan stores expert {self.layers[low].low[0]} of layer {low} in "
+                f"{self.low_bits} bits, in groups of {LOW_GROUP}, but the checkpoint's "
+                f"experts have rows of {widths[0]} and {widths[1]}. Plan without a low "
+                "width."
+            )
         if odd := sorted(self.layers.keys() ^ wanted.layers.keys()):
             where = "lacks" if odd[0] in wanted.layers else "names"
             raise PlanError(

@@ -4,7 +4,7 @@ Routed experts are no class: each has a width of its own. The router and everyth
 is not a matrix keep the precision of the source.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,7 @@ import mlx.nn as nn
 from ..checkpoint.names import PREFIX, layer_of
 from ..checkpoint.stored_format import StoredFormat
 from ..config import TextArgs
+from ..errors import PlanError
 from ..models import Model
 from ..models.latent_moe import Router
 
@@ -54,6 +55,15 @@ def class_matrices(model: Model) -> Iterator[tuple[str, str, nn.Module]]:
         if not quantisable or isinstance(module, Router) or ".switch_mlp" in path:
             continue
         yield matrix_class(path, text), path, module
+
+
+def refuse_unknown_classes(named: Iterable[str], known: Iterable[str]) -> None:
+    """Raise PlanError if a class is named that is not among the ``known`` ones."""
+    known = sorted(known)
+    if unknown := sorted(set(named) - set(known)):
+        raise PlanError(
+            f"no class of matrices is called {unknown[0]!r}; there are {', '.join(known)}."
+        )
 
 
 def affine_format(bits: int, inputs: int) -> StoredFormat | None:

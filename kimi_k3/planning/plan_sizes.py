@@ -15,9 +15,15 @@ import numpy as np
 from ..checkpoint.source_layout import source_tensors
 from ..checkpoint.stored_format import StoredFormat
 from ..config import ModelArgs
+from ..errors import PlanError
 from ..models import Model
 from .expert_plan import HIGH, ExpertPlan
-from .matrix_classes import CLASS_BITS, affine_format, class_matrices
+from .matrix_classes import (
+    CLASS_BITS,
+    affine_format,
+    class_matrices,
+    refuse_unknown_classes,
+)
 
 #: The class of which a token reads one row, if the head is not tied to it.
 EMBEDDING = "embed_tokens"
@@ -82,7 +88,7 @@ class SourceSizes:
             len(layer.high) * high + len(layer.low) * low
             for layer in plan.layers.values()
         )
-        return experts + self.rest + sum(self._chosen(plan).values())
+        return experts + self.rest + sum(self.class_bytes(plan).values())
 
     def bytes_per_token(
         self, plan: ExpertPlan, frequency: Mapping[int, np.ndarray] | None = None
@@ -95,11 +101,20 @@ class SourceSizes:
                 are chosen alike.
         """
         text = self.args.text_config
-        classes = self._chosen(plan)
+        classes = self.class_bytes(plan)
         if not text.tie_word_embeddings and EMBEDDING in classes:
             classes[EMBEDDING] = round(classes[EMBEDDING] / text.vocab_size)
         total = float(sum(classes.values()) + self.rest - self.vision)
-        high, low = self._expert_pair(plan)
+        for layer in plan.layers.values():
+            total += self.router_bytes * len(layer.order)
+        return round(total + self.routed_bytes_per_token(plan, frequency))
+
+    def routed_bytes_per_token(
+        self, plan: ExpertPlan, frequency: Mapping[int, np.ndarray] | None = None
+    ) -> float:
+        """The part of :meth:`bytes_per_token` that is matrices of routed experts."""
+        high, low = (size - self.router_bytes for size in self._expert_pair(plan))
+        total = 0.0
         for number, layer in plan.layers.items():
             share = len(layer.high) / len(layer.order)
             if frequency is not None:
@@ -107,26 +122,35 @@ class SourceSizes:
                 kept = chosen[list(layer.order)].sum()
                 if kept > 0:
                     share = chosen[list(layer.high)].sum() / kept
-            total += self.router_bytes * len(layer.order)
-            per_expert = share * high + (1 - share) * low - self.router_bytes
-            total += text.num_experts_per_token * per_expert
-        return round(total)
+            total += share * high + (1 - share) * low
+        return self.args.text_config.num_experts_per_token * total
 
-    def _chosen(self, plan: ExpertPlan) -> dict[str, int]:
-        """Class → bytes at the plan's bits."""
+    def class_bytes(self, plan: ExpertPlan) -> dict[str, int]:
+        """Class → bytes at the plan's bits; raises PlanError for an unknown class."""
+        refuse_unknown_classes(plan.bits, self.classes)
         return {
             name: found.get(plan.bits.get(name, 16), found[16])
             for name, found in self.classes.items()
         }
 
     def _expert_pair(self, plan: ExpertPlan) -> tuple[int, int]:
-        return self.expert_bytes(HIGH), self.expert_bytes(plan.low_format)
+        """Bytes of one expert of each bank; 0 for a low bank that no layer has."""
+        low = any(layer.low for layer in plan.layers.values())
+        return self.expert_bytes(HIGH), self.expert_bytes(plan.low_format) if low else 0
 
 
 def matrix_bytes(rows: int, columns: int, stored: StoredFormat | None) -> int:
-    """A matrix with its scales, and biases if affine; None is bfloat16."""
+    """A matrix with its scales, and biases if affine; None is bfloat16.
+
+    Raises PlanError if the format's groups do not divide the columns.
+    """
     if stored is None:
         return 2 * rows * columns
+    if columns % stored.group_size:
+        raise PlanError(
+            f"a matrix of {columns} columns cannot be stored in {stored.bits} bits, in "
+            f"groups of {stored.group_size}. Keep its experts as they are, or drop them."
+        )
     groups = rows * (columns // stored.group_size)
     codes = rows * columns * stored.bits // 8
     return codes + groups * (4 if stored.mode == "affine" else 1)
