@@ -8,12 +8,13 @@ class through an import finder that the installation adds (:mod:`kimi_k3.registr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .build.calibrate import calibrate
+    from .build.verify import verify
     from .loading import load
     from .registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "calibrate", "load", "register"]
+__all__ = ["__version__", "calibrate", "load", "register", "verify"]
 
 
 def __getattr__(name: str) -> object:
@@ -30,6 +31,10 @@ def __getattr__(name: str) -> object:
         from .registration import register
 
         return register
+    if name == "verify":
+        from .build.verify import verify
+
+        return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

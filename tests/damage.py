@@ -12,7 +12,7 @@ import pytest
 from golden_data import DATA
 
 import kimi_k3
-from kimi_k3.build.verify import verify_build
+from kimi_k3.build.verify import verify
 from kimi_k3.errors import KimiK3Error
 from kimi_k3.folder_check import check_folder
 
@@ -31,7 +31,7 @@ def refuse(folder: Path, kind: type[KimiK3Error], message: str) -> None:
             look(folder)
         assert caught.type is kind
         assert len(str(caught.value)) < 600
-    report = verify_build(folder)
+    report = verify(folder)
     assert not report.passed
     assert any(re.search(message, fault.what) for fault in report.faults)
 

@@ -45,9 +45,9 @@ def test_three_nanos_resemble_k3(result: dict[str, Any]):
 
 
 def test_sisters_are_whole():
-    from kimi_k3.build.verify import verify_build
+    from kimi_k3.build.verify import verify
 
     for name in ("seed1", "seed2"):
         folder = BENCHMARKS / "nano" / name
-        assert verify_build(folder).passed
+        assert verify(folder).passed
         assert sum(path.stat().st_size for path in folder.iterdir()) <= 4_000_000

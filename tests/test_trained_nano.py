@@ -9,7 +9,7 @@ from closeness import relative_error
 from fresh_python import run_python
 
 import kimi_k3
-from kimi_k3.build.verify import verify_build
+from kimi_k3.build.verify import verify
 from kimi_k3.nano import NANO_FOLDER
 
 TOKENS = [[7, 300, 12, 99, 5, 250, 31, 8, 44, 600, 71, 2, 90, 111, 400, 3]]
@@ -42,7 +42,7 @@ def nano():
 
 
 def test_folder_is_whole_and_small():
-    report = verify_build(NANO_FOLDER)
+    report = verify(NANO_FOLDER)
     assert report.passed, report.text()
     assert sum(path.stat().st_size for path in NANO_FOLDER.iterdir()) <= 4_000_000
 

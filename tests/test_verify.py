@@ -14,8 +14,9 @@ from fresh_python import installed_command, run_command
 from golden_data import Case
 from tiny_k3 import write_t1, write_t2
 
-from kimi_k3.build import verify
-from kimi_k3.build.verify import Check, Finding, VerifyReport, verify_build
+from kimi_k3.build import verify as module
+from kimi_k3.build.verify import verify
+from kimi_k3.build.verify_report import Check, Finding, VerifyReport
 from kimi_k3.checkpoint import values
 from kimi_k3.nano.tokenizer_files import write_tokenizer
 
@@ -40,13 +41,13 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 def faults(folder: Path) -> str:
     """What is wrong with ``folder``, which must not pass."""
-    report = verify_build(folder)
+    report = verify(folder)
     assert not report.passed
     return "\n".join(finding.what for finding in report.faults)
 
 
 def test_a_whole_build_passes(whole: Path) -> None:
-    report = verify_build(whole)
+    report = verify(whole)
     assert report.passed
     assert [check.name for check in report.checks] == CHECKS
     assert all(check.looked_at > 0 for check in report.checks)
@@ -57,11 +58,11 @@ def test_a_whole_build_passes(whole: Path) -> None:
 def test_a_two_bank_build_passes(tmp_path: Path) -> None:
     folder = write_t2(tmp_path)
     write_tokenizer(folder)
-    assert verify_build(folder).passed
+    assert verify(folder).passed
 
 
 def lacks_side_files_only(folder: Path) -> bool:
-    report = verify_build(folder)
+    report = verify(folder)
     looked = [check.looked_at > 0 for check in report.checks]
     only = ["tokenizer_config.json" in fault.what for fault in report.faults] == [True]
     return only and looked == [True, True, True, True, False]
@@ -93,7 +94,7 @@ def test_foreign_and_unreadable_folders_are_findings(tmp_path: Path) -> None:
     assert "not a folder" in faults(tmp_path / "nothing")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert "a 'qwen3' model, not a Kimi K3" in faults(tmp_path)
-    report = verify_build(tmp_path)
+    report = verify(tmp_path)
     assert report.checks == (Check("files", 0, "shards"),)
 
 
@@ -173,7 +174,7 @@ def test_zeros_where_they_may_be(copy: Path) -> None:
     damage.replace_tensor(copy, f"{LAYER}self_attn.dt_bias", mx.zeros_like)
     bias = f"{LAYER}block_sparse_moe.gate.e_score_correction_bias"
     damage.replace_tensor(copy, bias, mx.zeros_like)
-    assert verify_build(copy).passed
+    assert verify(copy).passed
 
 
 def test_many_faults_of_a_shard_are_one_finding(copy: Path) -> None:
@@ -201,7 +202,7 @@ def test_values_are_read_a_little_at_a_time(
 
     monkeypatch.setattr(values, "CHUNK_BYTES", 256)
     monkeypatch.setattr(np, "frombuffer", noted)
-    assert verify_build(whole).passed
+    assert verify(whole).passed
     damage.replace_tensor(copy, f"{EXPERT}.weight_scale", last_byte(255))
     damage.replace_tensor(
         copy, "language_model.lm_head.weight", lambda t: first_value(np.nan)(t)[::-1]
@@ -213,9 +214,10 @@ def test_values_are_read_a_little_at_a_time(
 
 
 def test_progress_is_told(whole: Path) -> None:
-    told: list[tuple[int, int]] = []
-    assert verify_build(whole, progress=lambda *step: told.append(step)).passed
-    done, totals = zip(*told, strict=True)
+    told: list[tuple[str, int, int]] = []
+    assert verify(whole, progress=lambda *step: told.append(step)).passed
+    what, done, totals = zip(*told, strict=True)
+    assert set(what) == {"values"}
     assert list(done) == sorted(done)
     assert set(totals) == {done[-1]}
 
@@ -233,7 +235,7 @@ def test_side_files(copy: Path, tmp_path: Path) -> None:
     found = faults(copy)
     assert "eos_token_id is 9999, which is none of the 576 token ids" in found
     assert "generation_config.json is not there" not in found
-    assert "note: generation_config.json is not there" in verify_build(copy).text()
+    assert "note: generation_config.json is not there" in verify(copy).text()
     smaller = write_t1(tmp_path / "smaller", vocab_size=512)
     write_tokenizer(smaller)
     assert "576 token ids, but config.json's vocab_size is 512" in faults(smaller)
@@ -248,7 +250,7 @@ def test_a_check_that_looked_at_nothing_is_a_failure(
     assert "Not every check could be done." in nothing.text()
     note = VerifyReport("x", (Check("files", 3, ""),), (Finding("n", note=True),), 0)
     assert note.passed
-    monkeypatch.setattr(verify, "value_faults", lambda *args: [])
+    monkeypatch.setattr(module, "value_faults", lambda *args: [])
     assert "values of 0 of" in faults(whole)
 
 

@@ -1,13 +1,13 @@
-"""Looks a finished build through: is this folder whole, and are its numbers sane?
+"""Looks a finished build through: is it whole, sane, and what its record says it is?
 
-Everything that :func:`kimi_k3.folder_check.check_folder` sees, all faults and not the
-first only; then the values, shard by shard in bounded memory; then the files beside the
-shards. Whether the numbers are those of a source is not asked here.
+Of a folder of any format: everything that :func:`kimi_k3.folder_check.check_folder`
+sees, all faults and not the first only; then the values, shard by shard in bounded
+memory; then the files beside the shards. Of a build with the record of its conversion:
+config, tensors and shards as its plan makes them. With the source: every number.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..checkpoint.folder import Folder, read_folder
@@ -21,100 +21,70 @@ from ..tokenizer.files import (
     read_ranks,
     stated_end_ids,
 )
+from .verify_record import RecordedBuild, check_record
+from .verify_report import Check, Comparison, Finding, VerifyReport
+from .verify_side_files import GENERATION, check_sampling
+from .verify_source import SourceComparison, open_source
 
-GENERATION = "generation_config.json"
+#: Told what is read ("values", "hashes", "source"), how many bytes have been, and of how
+#: many.
+Progress = Callable[[str, int, int], None]
 
-#: Told how many bytes have been read, and of how many.
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at. ``looked_at`` of nothing is a failure."""
-
-    name: str
-    looked_at: int
-    unit: str
+ALL = "all"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something to know; a fault unless it is but a ``note``."""
-
-    what: str
-    note: bool = False
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """All that :func:`verify_build` saw."""
-
-    folder: str
-    checks: tuple[Check, ...]
-    findings: tuple[Finding, ...]
-    seconds: float
-
-    @property
-    def faults(self) -> list[Finding]:
-        return [finding for finding in self.findings if not finding.note]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every check looked at something and none found a fault."""
-        looked = all(check.looked_at > 0 for check in self.checks)
-        return bool(self.checks) and looked and not self.faults
-
-    def to_dict(self) -> dict[str, object]:
-        """The report as plain values, for JSON."""
-        return {**asdict(self), "passed": self.passed}
-
-    def text(self) -> str:
-        """The report for a reader, a line a check and a finding."""
-        lines = [self.folder, ""]
-        for check in self.checks:
-            looked = (
-                f"{check.looked_at:,} {check.unit}" if check.looked_at else "not done"
-            )
-            lines.append(f"  {check.name:14}{looked}")
-        for finding in self.findings:
-            lines += ["", f"{'note' if finding.note else 'fault'}: {finding.what}"]
-        count = len(self.faults)
-        if self.passed:
-            verdict = "This build is whole."
-        elif count:
-            verdict = f"This build has {count} fault{'s' if count > 1 else ''}."
-        else:
-            verdict = "Not every check could be done."
-        return "\n".join([*lines, "", f"{verdict} ({self.seconds:.1f} s)"])
-
-
-def verify_build(path: str | Path, *, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    path: str | Path,
+    source: str | Path | None = None,
+    *,
+    experts: int | str = ALL,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> VerifyReport:
     """Verify the checkpoint folder ``path``; what is wrong is in the report.
 
-    ``progress`` is called as values are read, which takes the time on a large build.
-    Raises nothing but what the machine itself raises: faults are findings.
+    Args:
+        source: the folder that the build was converted from. Then every number of the
+            build is compared with it, which reads both.
+        experts: "all", or how many experts of each bank are compared in each layer.
+        seed: for drawing them.
+        progress: is called as values are read, which takes the time on a large build.
+
+    Raises KimiK3Error for ``experts`` that are no number; faults are findings.
     """
+    if experts != ALL and (type(experts) is not int or experts < 1):
+        raise KimiK3Error(
+            f"experts is {experts!r}; wanted {ALL!r}, or how many of each bank of a layer "
+            "to compare, 1 or more."
+        )
     started = time.monotonic()
-    verification = _Verification(Path(path), progress)
-    verification.run()
+    verification = _Verification(
+        Path(path),
+        None if source is None else Path(source),
+        progress or (lambda what, done, total: None),
+    )
+    verification.run(experts, seed)
     return VerifyReport(
         str(path),
         tuple(verification.checks),
         tuple(verification.findings),
         time.monotonic() - started,
+        verification.comparison,
     )
 
 
 class _Verification:
     """The checks in their order; each is done if those before allow it."""
 
-    def __init__(self, path: Path, progress: Progress | None):
+    def __init__(self, path: Path, source: Path | None, progress: Progress):
         self.path = path
+        self.source = source
         self.progress = progress
         self.checks: list[Check] = []
         self.findings: list[Finding] = []
+        self.comparison: Comparison | None = None
 
-    def run(self) -> None:
+    def run(self, experts: int | str, seed: int) -> None:
         folder = self._folder()
         if folder is None:
             return
@@ -123,6 +93,9 @@ class _Verification:
         self._tensors(folder, clean)
         self._values(folder, clean)
         self._side_files(folder)
+        build = self._record(folder)
+        if build is not None and self.source is not None:
+            self._compare(build, self.source, experts, seed)
 
     def _folder(self) -> Folder | None:
         try:
@@ -163,8 +136,7 @@ class _Verification:
         def tell(nbytes: int) -> None:
             nonlocal done, looked
             done, looked = done + nbytes, looked + 1
-            if self.progress is not None:
-                self.progress(done, total)
+            self.progress("values", done, total)
 
         heads = folder.args.text_config.linear_attn_config.num_heads
         for header in folder.headers.values() if clean else ():
@@ -199,6 +171,47 @@ class _Verification:
                 )
             )
         self._add("side files", looked, "files beside the shards")
+
+    def _record(self, folder: Folder) -> RecordedBuild | None:
+        """The build by its record, if it has one that makes sense."""
+        try:
+            build = RecordedBuild.of(folder)
+        except KimiK3Error as error:
+            self.findings.append(Finding(str(error)))
+            self._add("record", 0, "records")
+            return None
+        if build is not None:
+            self._note(*check_record(build), *check_sampling(self.path))
+        elif self.source is not None:
+            self._add("source", 0, "shards")
+            self.findings.append(
+                Finding(
+                    "config.json has no record of a conversion, so nothing says which "
+                    f"experts of {self.source} were kept: the build cannot be compared "
+                    "with it. Verify it without a source, or convert with `kimi-k3 "
+                    "convert`, which leaves a record."
+                )
+            )
+        return build
+
+    def _compare(
+        self, build: RecordedBuild, source: Path, experts: int | str, seed: int
+    ) -> None:
+        stream, seen = open_source(build, source, self._teller("hashes"))
+        self._note(*seen)
+        if stream is not None:
+            compared = SourceComparison(
+                build, stream, experts, seed, self._teller("source")
+            )
+            self._note(*compared.run())
+            self.comparison = compared.result
+
+    def _teller(self, what: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.progress(what, done, total)
+
+    def _note(self, *seen: Check | Finding) -> None:
+        self.checks += [found for found in seen if isinstance(found, Check)]
+        self.findings += [found for found in seen if isinstance(found, Finding)]
 
     def _add(self, name: str, looked_at: int, unit: str) -> None:
         self.checks.append(Check(name, looked_at, unit))

@@ -1,30 +1,101 @@
-"""``kimi-k3 verify``: is a checkpoint folder whole."""
+"""``kimi-k3 verify``: is a checkpoint folder whole, and is it its source's build."""
 
 import argparse
+import sys
+import time
 
-from .printing import add_json_argument, print_report, progress_line
+from .printing import add_json_argument, print_report
 from .verb import Verb
+
+#: Seconds between two states of the moving line.
+_EVERY = 0.2
+
+_WIDTH = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("build", help="a checkpoint folder")
+    parser.add_argument(
+        "--source",
+        metavar="SOURCE",
+        help="the checkpoint that it was converted from: compare every number with it",
+    )
+    parser.add_argument(
+        "--experts",
+        type=expert_count,
+        default="all",
+        metavar="all|N",
+        help="compare all experts (default), or N of each bank in each layer",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="for drawing N experts"
+    )
     add_json_argument(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    from ..build.verify import verify_build
+def expert_count(text: str) -> int | str:
+    if text == "all":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a count")
+    return int(text)
 
-    report = verify_build(options.build, progress=progress_line("read"))
+
+def run(options: argparse.Namespace) -> int:
+    from ..build.verify import verify
+
+    report = verify(
+        options.build,
+        options.source,
+        experts=options.experts,
+        seed=options.seed,
+        progress=_Line() if sys.stderr.isatty() else None,
+    )
     print_report(report, options.json)
     return 0 if report.passed else 1
 
 
+class _Line:
+    """One line on a terminal for each thing that is read: share done, time left."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._started = self._next = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._started, self._next = what, now, 0.0
+        if now < self._next and done < total:
+            return
+        self._next = now + _EVERY
+        end = "\n" if done >= total else ""
+        line = progress_text(what, done, total, now - self._started)
+        print(f"\r{line:<{_WIDTH}}", end=end, file=sys.stderr, flush=True)
+
+
+def progress_text(what: str, done: int, total: int, seconds: float) -> str:
+    """What is read, the share that has been, and what is left at this speed."""
+    text = f"{what} {done / max(total, 1):4.0%} of {total / 1e9:,.1f} GB"
+    if done and seconds >= 1:
+        minutes, rest = divmod(round(seconds * (total - done) / done), 60)
+        hours, minutes = divmod(minutes, 60)
+        text += f"  {hours}:{minutes:02}:{rest:02} left"
+    return text
+
+
 VERB = Verb(
-    "look a checkpoint folder through: whole, consistent, numbers sane",
-    "  kimi-k3 verify ./build\n  kimi-k3 verify ./build --json\n\n"
-    "Takes a local folder. Reads headers, float tensors and scales; packed codes are\n"
-    "not read. Every fault of the files is listed; of config and tensors that do not\n"
-    "fit each other, the first. Exit code 1 if there is a fault.\n",
+    "look a checkpoint folder through: whole, sane, and what its record says",
+    "  kimi-k3 verify ./build\n"
+    "  kimi-k3 verify ./build --source ./Kimi-K3\n"
+    "  kimi-k3 verify ./build --source ./Kimi-K3 --experts 4\n"
+    "  kimi-k3 verify ./build --json\n\n"
+    "Takes local folders. Of a folder of any format: headers, float tensors and scales.\n"
+    "Of a build that `kimi-k3 convert` made also: config, shards and tensors as its plan\n"
+    "makes them. With --source: MXFP4 experts byte for byte, router rows and biases in\n"
+    "the kept order, all that is not quantised bit for bit, and the error of all that is.\n"
+    "docs/verifying.md says what each check sees and what it cannot see. Exit code 1 if\n"
+    "there is a fault, or a check could not be done.\n",
     add_arguments,
     run,
 )
