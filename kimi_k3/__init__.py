@@ -8,13 +8,14 @@ class through an import finder that the installation adds (:mod:`kimi_k3.registr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .build.calibrate import calibrate
+    from .conversion.convert import convert
     from .build.verify import verify
     from .loading import load
     from .registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "calibrate", "load", "register", "verify"]
+__all__ = ["__version__", "calibrate", "convert", "load", "register", "verify"]
 
 
 def __getattr__(name: str) -> object:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> object:
         from .build.calibrate import calibrate
 
         return calibrate
+    if name == "convert":
+        from .conversion.convert import convert
+
+        return convert
     if name == "load":
         from .loading import load
 

@@ -105,7 +105,7 @@ def test_a_lock_that_its_holder_removed_lets_nobody_in(
             (tmp_path / "out/partial").rmdir()
         flock(file, how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(journal.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with locked(tmp_path / "out"):
         assert (tmp_path / "out/partial/lock").exists()
         with (
@@ -122,7 +122,7 @@ def test_a_disk_without_locks_is_not_another_process(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(journal.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with (
         pytest.raises(CalibrationError, match="cannot be locked: Operation not"),
         locked(tmp_path / "out"),

@@ -30,7 +30,14 @@ def test_every_public_name_is_there(name: str):
 
 
 def test_public_names():
-    assert kimi_k3.__all__ == ["__version__", "calibrate", "load", "register"]
+    assert kimi_k3.__all__ == [
+        "__version__",
+        "calibrate",
+        "convert",
+        "load",
+        "register",
+        "verify",
+    ]
     with pytest.raises(AttributeError, match="has no attribute 'lode'"):
         kimi_k3.lode  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 

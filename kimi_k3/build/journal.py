@@ -10,7 +10,6 @@ A layer counts as finished when the hidden states after it are committed; its su
 moments are on the disk by then. ``partial`` goes when the result is there.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,12 +17,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import CalibrationError, PartialResultError
 from .expert_recorder import ExpertSums
+from .folder_lock import LOCK, locked_folder
 from .input_moments import LayerMoments
 from .saliency import FILE_NAME as RESULT
 from .sealed_npz import read_sealed, write_sealed
@@ -37,7 +37,7 @@ RUN, SAMPLES, MOMENTS, PARTIAL = (
     "moments",
     "partial",
 )
-STATES, LOCK, HEAD = "states", "lock", "head.npz"
+STATES, HEAD = "states", "head.npz"
 
 _KIND = "sums of a calibrated layer"
 
@@ -50,9 +50,6 @@ _PARTIAL_RESULTS = (
     f"{PARTIAL}/{STATES}/prefix-?.bin",
     f"{PARTIAL}/{STATES}/block-*.bin",
 )
-#: Times that a lock is looked for that another process is just removing.
-_TRIES = 20
-
 #: The way out that there always is.
 RESTART = "--restart discards the partial results and starts over."
 
@@ -189,65 +186,14 @@ def locked(out: Path) -> Iterator[None]:
     Raises CalibrationError if another process has it, or it cannot be written. Where
     nothing was begun by the end, nothing is left.
     """
-    with _lock(out) as lock:
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        _sweep(out)
-        try:
+    try:
+        with locked_folder(out, PARTIAL, "calibrated", CalibrationError):
+            _sweep(out)
             yield
-        finally:
-            # Whatever else is in these folders was not put there by this process.
-            _unlock(out)
-            if not (out / RUN).exists():
-                with suppress(OSError):  # unless it holds other things
-                    out.rmdir()
-
-
-def _lock(out: Path) -> IO[str]:
-    """The file whose lock this process has until it is closed; see :func:`locked`."""
-    path = out / PARTIAL / LOCK
-    for _ in range(_TRIES):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.open("a+")
-        except FileNotFoundError:
-            continue  # another process that ends has just removed the folder
-        except OSError as error:
-            raise CalibrationError(
-                f"{out} cannot be written: {error.strerror}. Name a folder that can be."
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
-            raise CalibrationError(
-                f"{out} is being calibrated by another process (number {holder}). Wait "
-                "for it, stop it, or name another folder."
-            ) from error
-        except OSError as error:
-            lock.close()
-            raise CalibrationError(
-                f"{path} cannot be locked: {error.strerror}. Name a folder on a disk of "
-                "this machine."
-            ) from error
-        # A lock on a file that its last holder has removed keeps nobody out.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                return lock
-        lock.close()
-    raise CalibrationError(
-        f"{path} cannot be made, or other processes keep removing it. Name another folder."
-    )
-
-
-def _unlock(out: Path) -> None:
-    """Remove the lock, and the folder around it if nothing else is in it."""
-    (out / PARTIAL / LOCK).unlink(missing_ok=True)
-    with suppress(OSError):  # another process may be looking whether it is free
-        (out / PARTIAL).rmdir()
+    finally:
+        if not (out / RUN).exists():
+            with suppress(OSError):  # unless it holds other things, or is not there
+                out.rmdir()
 
 
 def _sweep(out: Path) -> None:

@@ -78,14 +78,14 @@ class LayerReader:
                 rows[piece.target] += piece.row is not None
         for shard, pieces in shards.items():
             pieces.sort(key=lambda piece: piece.tensor.start)
-            with self._open(shard) as file:
+            with self.open(shard) as file:
                 for piece in pieces:
                     if piece.target not in arrays:
                         arrays[piece.target], memory[piece.target] = _allocate(
                             piece, rows[piece.target]
                         )
                     self._fill(file, piece, memory[piece.target], stopped)
-                self._check_unchanged(shard, file)
+                self.check_unchanged(shard, file)
         arrays = {name: _as_words(name, array) for name, array in arrays.items()}
         # Nothing may be left to compute: another thread cannot finish this one's work.
         mx.eval(arrays)
@@ -119,23 +119,25 @@ class LayerReader:
         tensor = self._tensor(name)
         return tensor.dtype, tensor.shape
 
-    def _open(self, shard: str) -> BinaryIO:
+    def open(self, shard: str) -> BinaryIO:
+        """The file ``shard``, unbuffered; raises like :meth:`read`."""
         header = self.headers[shard]
         try:
             file = header.path.open("rb", buffering=0)
         except OSError as error:
             raise _unreadable(header, error) from error
         try:
-            self._check_unchanged(shard, file)
+            self.check_unchanged(shard, file)
         except CheckpointError:
             file.close()
             raise
         return file  # type: ignore[return-value]
 
-    def _check_unchanged(self, shard: str, file: BinaryIO) -> None:
+    def check_unchanged(self, shard: str, file: BinaryIO) -> None:
+        """Raise if the open file ``shard`` is not what it was."""
         header, stat = self.headers[shard], os.fstat(file.fileno())
         if stat.st_size < header.nbytes:
-            raise _truncated(header, stat.st_size)
+            raise truncated(header, stat.st_size)
         if (stat.st_size, stat.st_mtime_ns) != self.stamps[shard]:
             raise _changed(header)
 
@@ -159,7 +161,7 @@ class LayerReader:
                     raise Stopped
                 count = file.readinto(memory[done : done + READ_BYTES])  # type: ignore
                 if not count:
-                    raise _truncated(header, tensor.start + done)
+                    raise truncated(header, tensor.start + done)
                 done += count
         except OSError as error:
             raise _unreadable(header, error) from error
@@ -194,7 +196,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _truncated(header: ShardHeader, found: int) -> TruncatedShardError:
+def truncated(header: ShardHeader, found: int) -> TruncatedShardError:
+    """The error for a shard that ends at byte ``found``."""
     return TruncatedShardError(
         f"{header.path.name} ends at byte {found} but its header describes "
         f"{header.nbytes}: it became shorter while it was used. Download it again."

@@ -3,22 +3,18 @@
 import argparse
 import json
 import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CalibrationError
 from . import calibrate_dry_run
 from .printing import add_json_argument
+from .progress_lines import ProgressLines, bytes_text, duration_text
 from .verb import Verb
 
 if TYPE_CHECKING:
     from ..build.calibration_run import Progress
     from ..build.saliency import SaliencyTable
-
-#: What a terminal's line is rewritten over, and how often.
-_WIDTH, _EVERY = 78, 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,49 +126,21 @@ def _print_result(table: "SaliencyTable", out: Path, as_json: bool) -> None:
     )
 
 
-class _Lines:
-    """Progress on stderr: a line a layer, and on a terminal one that moves."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._next = 0.0
-        self._open = False
-
-    def note(self, text: str) -> None:
-        """Print a remark on a line of its own."""
-        self.end()
-        print(text, file=sys.stderr, flush=True)
+class _Lines(ProgressLines):
+    """A line a layer, and on a terminal one that moves."""
 
     def samples(self, what: str, done: int, total: int) -> None:
         """Show how far the samples are."""
         of_all = f" of {total:,}" if total else ""
-        self._moving(f"samples, {what}: {done:,}{of_all}")
+        self.moving(f"samples, {what}: {done:,}{of_all}")
 
     def layer(self, progress: "Progress") -> None:
         """Show how far the layers are; a finished one keeps its line."""
         line = progress_text(progress)
-        if not progress.finished:
-            self._moving(line)
+        if progress.finished:
+            self.step(line)
         else:
-            self._rewrite(line)
-            self.end()
-
-    def end(self) -> None:
-        """Leave the line that moves, if there is one."""
-        if self._open:
-            print(file=sys.stderr, flush=True)
-        self._open = False
-
-    def _moving(self, line: str) -> None:
-        now = time.monotonic()
-        if self._terminal and now >= self._next:
-            self._next = now + _EVERY
-            self._rewrite(line)
-
-    def _rewrite(self, line: str) -> None:
-        start = "\r" if self._terminal else ""
-        print(f"{start}{line:<{_WIDTH}}", end="", file=sys.stderr, flush=True)
-        self._open = True
+            self.moving(line)
 
 
 def progress_text(progress: "Progress") -> str:
@@ -183,26 +151,12 @@ def progress_text(progress: "Progress") -> str:
     parts = [
         f"layer {progress.layer + 1:{width}} of {progress.layers}",
         f"{share:4.0%}",
-        f"{_bytes(progress.bytes_done)} at {_bytes(progress.bytes_per_second)}/s",
-        f"{_duration(progress.seconds)} gone",
+        f"{bytes_text(progress.bytes_done)} at {bytes_text(progress.bytes_per_second)}/s",
+        f"{duration_text(progress.seconds)} gone",
     ]
     if left is not None:
-        parts.append(f"{_duration(left)} left")
+        parts.append(f"{duration_text(left)} left")
     return "  ".join(parts)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 VERB = Verb(

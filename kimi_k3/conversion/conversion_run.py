@@ -1,0 +1,195 @@
+"""The shards of a conversion: each written and made durable before the next."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..errors import CheckpointError, ConversionError
+from .build_layout import BuildShard
+from .conversion_journal import ConversionJournal, FinishedShard
+from .convert_shard import ShardMaker
+from .provenance import hub_sha256
+from .shard_writer import ShardWriter
+from .source_hashes import SourceHashes
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is.
+
+    Attributes:
+        shard, shards: the one in work, from 0 on, and how many there are.
+        bytes_done, bytes_all: of this process's share of the build.
+        seconds: since this process began.
+        hashing: whether shards are written and only source files are still hashed; bytes
+            are those of the source then.
+        finished: whether this shard is done and safe on disk.
+    """
+
+    shard: int
+    shards: int
+    bytes_done: int
+    bytes_all: int
+    seconds: float
+    hashing: bool = False
+    finished: bool = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_done / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What is left to do, at the speed so far; None at the very beginning."""
+        if not self.bytes_per_second:
+            return None
+        return (self.bytes_all - self.bytes_done) / self.bytes_per_second
+
+
+Watch = Callable[[Progress], None]
+Tell = Callable[[str], None]
+
+
+class ConversionRun:
+    """What is left to do of one conversion, in the locked folder of its journal.
+
+    Attributes:
+        left: shards that are not finished.
+    """
+
+    def __init__(
+        self,
+        maker: ShardMaker,
+        journal: ConversionJournal,
+        hash_source: bool,
+        progress: Watch | None,
+        tell: Tell,
+    ):
+        self.maker, self.journal = maker, journal
+        self.progress, self.tell = progress, tell
+        self.shards = maker.layout.shards
+        self.stamps = {
+            shard.file: maker.source.stamps(maker.source_names(shard))
+            for shard in self.shards
+        }
+        self.left = [
+            shard
+            for shard in self.shards
+            if not journal.is_finished(shard.file, self.stamps[shard.file])
+        ]
+        stale = sum(shard.file in journal.finished for shard in self.left)
+        if stale:
+            tell(f"{stale} shards are written again: their source files were changed.")
+        if done := len(self.shards) - len(self.left):
+            tell(f"{done} of {len(self.shards)} shards were done before.")
+        self._hash_source = hash_source
+        self._said: set[str] = set()
+        self._started = time.monotonic()
+        self._bytes_all = sum(shard.nbytes for shard in self.left)
+        self._bytes_done = 0
+
+    def write_shards(self) -> None:
+        """Write what is left; the journal knows all of it then."""
+        with self.writing():
+            self.journal.write()
+        hashes = self._hashes() if self._hash_source else None
+        with hashes or nullcontext():
+            for shard in self.left:
+                with self.writing():
+                    self._write(shard)
+                    if hashes is not None:
+                        self._take(hashes.take())
+                    self.journal.write()
+                self._show(shard, finished=True)
+            if hashes is not None:
+                found = hashes.take(wait=lambda: self._show_hashing(hashes))
+                self._take(found)
+                with self.writing():
+                    self.journal.write()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Says of a disk that takes no more what is kept, and how to go on."""
+        try:
+            yield
+        except OSError as error:
+            done = len(self.journal.finished)
+            raise ConversionError(
+                f"{error.filename or self.journal.out} cannot be written: "
+                f"{error.strerror}. {done} of {len(self.shards)} shards are finished and "
+                "kept: make room, then go on with --resume."
+            ) from error
+
+    def _write(self, shard: BuildShard) -> None:
+        with (
+            ShardWriter(self.journal.out / shard.file, shard.tensors) as writer,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            for nbytes in self.maker.fill(writer, shard):
+                self._bytes_done += nbytes
+                self._show(shard)
+            record = writer.finish()
+        mx.clear_cache()
+        for warning in caught:
+            self._say(str(warning.message))
+        stamps = self.stamps[shard.file]
+        self.journal.finished[shard.file] = FinishedShard(record, stamps)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.tell(text)
+
+    def _hashes(self) -> SourceHashes:
+        """Hashes the source files whose hashes are not known, in order."""
+        source = self.maker.source
+        for shard, (_, stamp) in list(self.journal.hashes.items()):
+            if source.reader.stamps[shard][1] != stamp:
+                del self.journal.hashes[shard]
+        headers = source.folder.headers
+        return SourceHashes(
+            [headers[s].path for s in sorted(headers) if s not in self.journal.hashes]
+        )
+
+    def _take(self, hashes: dict[str, str]) -> None:
+        """Note ``hashes``; raises CheckpointError if the hub knows another."""
+        source = self.maker.source
+        for shard, found in hashes.items():
+            wanted = hub_sha256(source.folder.headers[shard].path)
+            if wanted not in (None, found):
+                raise CheckpointError(
+                    f"{shard} is damaged: its SHA-256 is {found}, but the hub recorded "
+                    f"{wanted} for it. Download it again, then go on with --resume."
+                )
+            self.journal.hashes[shard] = found, source.reader.stamps[shard][1]
+
+    def _show(self, shard: BuildShard, *, finished: bool = False) -> None:
+        if self.progress is not None:
+            self.progress(
+                Progress(
+                    shard=self.shards.index(shard),
+                    shards=len(self.shards),
+                    bytes_done=self._bytes_done,
+                    bytes_all=self._bytes_all,
+                    seconds=time.monotonic() - self._started,
+                    finished=finished,
+                )
+            )
+
+    def _show_hashing(self, hashes: SourceHashes) -> None:
+        if self.progress is not None:
+            self.progress(
+                Progress(
+                    shard=len(self.shards) - 1,
+                    shards=len(self.shards),
+                    bytes_done=hashes.nbytes,
+                    bytes_all=hashes.nbytes_all,
+                    seconds=time.monotonic() - self._started,
+                    hashing=True,
+                )
+            )

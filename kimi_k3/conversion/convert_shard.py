@@ -1,0 +1,174 @@
+"""Makes one shard of a build from the source: a layer's experts, then the rest of it.
+
+Experts of the high bank are copied as bytes, expert by expert as the source has them;
+those of the low bank are made dense, which is exact, and quantised one at a time. What
+is in memory is one expert and one layer without its experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from ..checkpoint.names import OTHER_PARTS, PREFIX, layer_of
+from ..checkpoint.sanitize import module_weights
+from ..checkpoint.source_layout import expert_prefix
+from ..checkpoint.stored_format import StoredFormat
+from ..config import ModelArgs
+from ..models import Model
+from ..planning.expert_plan import HIGH, ExpertPlan
+from .build_config import module_formats
+from .build_layout import BuildLayout, BuildShard
+from .importance import Importance
+from .quantizer import quantize
+from .shard_writer import ShardWriter
+from .source_files import EXPERT_PARTS, SourceFiles
+
+#: Parameters whose first axis is the experts of the router.
+_BY_EXPERT = (".mlp.gate.weight", ".mlp.e_score_correction_bias")
+
+_SUFFIXES = ("weight", "scales", "biases")
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """What every shard is made from.
+
+    Attributes:
+        source: the checkpoint.
+        plan: what to do with it.
+        layout: what comes out.
+        importance: weighs errors of what is quantised; None: all channels alike.
+    """
+
+    source: SourceFiles
+    plan: ExpertPlan
+    layout: BuildLayout
+    importance: Importance | None = None
+
+    def fill(self, writer: ShardWriter, shard: BuildShard) -> Iterator[int]:
+        """Write every tensor of ``shard``; yields the bytes that have just been written.
+
+        Warnings say what is odd in the source but hinders nothing.
+        """
+        if shard.layer is not None:
+            yield from self._experts(writer, shard.layer)
+            yield from self._plain(writer, self.source.plain_names[shard.layer])
+        elif _is_vision(shard):
+            pieces = ((tensor.name, tensor.name, 0) for tensor in shard.tensors)
+            yield from self.source.copy(pieces, writer)
+        else:
+            # One after the other: embedding and head are the largest matrices there are.
+            for name in self.source.plain_names[None]:
+                yield from self._plain(writer, [name])
+
+    def source_names(self, shard: BuildShard) -> list[str]:
+        """The tensors of the source that ``shard`` is made from; of experts, the first
+        tensor of each.
+        """
+        if shard.layer is None:
+            vision = _is_vision(shard)
+            return self.source.vision_names if vision else self.source.plain_names[None]
+        experts = [
+            f"{expert_prefix(shard.layer, expert)}w1.weight_packed"
+            for expert in self.plan.order(shard.layer)
+        ]
+        return self.source.plain_names[shard.layer] + experts
+
+    @cached_property
+    def _source_model(self) -> Model:
+        return Model(self.source.args)
+
+    @cached_property
+    def quantised(self) -> dict[str, StoredFormat]:
+        """Module path → format of everything that is quantised again."""
+        return quantised_modules(self.layout, self.plan)
+
+    def _experts(self, writer: ShardWriter, layer: int) -> Iterator[int]:
+        if layer not in self.plan.layers:
+            return
+        experts = f"{PREFIX}model.layers.{layer}.mlp.switch_mlp."
+        plan = self.plan.layers[layer]
+        two = bool(self.plan.split(layer))
+        yield from self.source.copy(
+            self._pieces(layer, plan.high, experts + ("bank_hi." if two else "")),
+            writer,
+        )
+        bank = experts + ("bank_lo." if two else "")
+        rows = {expert: row for row, expert in enumerate(plan.low)}
+        for expert in sorted(rows):
+            yield self._low_expert(writer, layer, expert, bank, rows[expert])
+
+    def _pieces(
+        self, layer: int, experts: tuple[int, ...], bank: str
+    ) -> Iterator[tuple[str, str, int]]:
+        """Every tensor of ``experts``, and where in ``bank`` its bytes belong."""
+        for row, expert in enumerate(experts):
+            prefix = expert_prefix(layer, expert)
+            for matrix, part in EXPERT_PARTS.items():
+                for stored, suffix in (("packed", "weight"), ("scale", "scales")):
+                    name = f"{prefix}{part}.weight_{stored}"
+                    nbytes = self.source.tensors[name].nbytes
+                    yield name, f"{bank}{matrix}.{suffix}", row * nbytes
+
+    def _low_expert(
+        self, writer: ShardWriter, layer: int, expert: int, bank: str, row: int
+    ) -> int:
+        written = 0
+        for matrix, (codes, scales) in self.source.expert(layer, expert).items():
+            module = f"{bank}{matrix}"
+            dense = HIGH.densify(codes, scales, None)
+            weights = self.importance and self.importance.expert(module, expert)
+            written += self._quantised(writer, module, dense[None], weights, row)
+        mx.clear_cache()
+        return written
+
+    def _plain(self, writer: ShardWriter, names: list[str]) -> Iterator[int]:
+        """Everything that is made from ``names``, tensors that are no experts'."""
+        stored = self.source.reader.read(names)
+        placed = module_weights(stored, self.source.args, self._source_model)
+        stored.clear()
+        for name in sorted(placed):
+            array = placed.pop(name)
+            if name.endswith(_BY_EXPERT):
+                array = array[mx.array(self.plan.order(layer_of(name) or 0))]
+            module, _, suffix = name.rpartition(".")
+            if suffix == "weight" and module in self.quantised:
+                weights = self.importance and self.importance.of(module)
+                yield self._quantised(writer, module, array, weights, None)
+            else:
+                yield writer.put(name, array)
+            del array
+            mx.clear_cache()
+
+    def _quantised(
+        self,
+        writer: ShardWriter,
+        module: str,
+        weight: mx.array,
+        importance: mx.array | None,
+        row: int | None,
+    ) -> int:
+        stored = self.quantised[module]
+        parts = quantize(
+            weight,
+            bits=stored.bits,
+            group_size=stored.group_size,
+            importance=importance,
+        )
+        return sum(
+            writer.put(f"{module}.{suffix}", part, row)
+            for suffix, part in zip(_SUFFIXES, parts, strict=True)
+        )
+
+
+def quantised_modules(layout: BuildLayout, plan: ExpertPlan) -> dict[str, StoredFormat]:
+    """Module path → format of everything that ``plan`` quantises again."""
+    config = dict(layout.config) | {"quantization": HIGH.parameters}
+    formats = module_formats(Model(ModelArgs.from_dict(config)), plan)
+    return {path: stored for path, stored in formats.items() if stored != HIGH}
+
+
+def _is_vision(shard: BuildShard) -> bool:
+    return shard.tensors[0].name.startswith(OTHER_PARTS)
