@@ -43,12 +43,12 @@ class _Effort:
 
 
 _EFFORT = {
-    2: _Effort((0.65, 0.9), (0.85, 1.15), (-0.3, 0.0, 0.3), 2, 4, 0),
-    3: _Effort((0.65, 0.8, 0.95), (), (-0.3, 0.0, 0.3), 2, 4, 0),
-    4: _Effort((0.8, 0.9, 1.0), (), (-0.25, 0.25), 1, 4, 0),
-    5: _Effort((0.9, 1.0), (), (0.0,), 1, 3, 1),
-    6: _Effort((0.9, 1.0), (), (0.0,), 1, 3, 2),
-    8: _Effort((1.0,), (), (0.0,), 1, 2, 3),
+    2: _Effort((0.65, 0.9), (1.0,), (-0.4, -0.13, 0.13, 0.4), 2, 4, 0),
+    3: _Effort((0.65, 0.75, 0.85, 0.95), (), (-0.4, -0.13, 0.13, 0.4), 2, 3, 0),
+    4: _Effort((0.75, 0.85, 0.95, 1.05), (), (-0.3, 0.0, 0.3), 2, 4, 0),
+    5: _Effort((0.85, 0.92, 1.0), (), (-0.3, 0.0, 0.3), 2, 3, 1),
+    6: _Effort((0.9, 1.0), (), (-0.25, 0.25), 2, 3, 3),
+    8: _Effort((1.0,), (), (-0.25, 0.25), 2, 2, 3),
 }
 
 
@@ -88,16 +88,14 @@ class Fit:
     bias: mx.array
     error: mx.array
 
-    def better_of(self, other: "Fit") -> "Fit":
-        """Of each group the fit with the smaller error; this one where both are equal."""
+    def sorted_with(self, other: "Fit") -> "tuple[Fit, Fit]":
+        """Of each group the better and the worse of both; equal ones stay in order."""
         # A NaN is never smaller.
-        other_is = other.error < self.error
-        return Fit(
-            *(
-                mx.where(other_is, theirs, mine)
-                for theirs, mine in zip(other.arrays, self.arrays, strict=True)
-            )
-        )
+        swap = other.error < self.error
+        pairs = list(zip(self.arrays, other.arrays, strict=True))
+        better = Fit(*(mx.where(swap, theirs, mine) for mine, theirs in pairs))
+        worse = Fit(*(mx.where(swap, mine, theirs) for mine, theirs in pairs))
+        return better, worse
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -113,7 +111,7 @@ def best_fit(rows: mx.array, groups: Groups) -> Fit:
     """
     best: Fit | None = None
     for fit in (*_their_fits(rows, groups), *_our_fits(groups)):
-        best = fit if best is None else best.better_of(fit)
+        best = fit if best is None else best.sorted_with(fit)[0]
         mx.eval(best.arrays)
     assert best is not None
     return best
@@ -160,7 +158,7 @@ def _our_fits(groups: Groups) -> Iterator[Fit]:
     for scale, bias in _starts(groups, effort):
         fit = Fit(scale, bias, _error(*groups.arrays, scale, bias, groups.top))
         for at, kept in enumerate(best):
-            best[at], fit = kept.better_of(fit), fit.better_of(kept)
+            best[at], fit = kept.sorted_with(fit)
         best = [*best, fit][: effort.kept]
         mx.eval([kept.arrays for kept in best])
     for fit in best:
