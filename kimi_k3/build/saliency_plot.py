@@ -1,47 +1,26 @@
-"""Pictures of a saliency report, readable at the width of a phone.
+"""Pictures of a saliency report."""
 
-Colours are those of Okabe and Ito, and viridis, which colour-blind readers can tell
-apart; no meaning rests on colour alone.
-"""
-
-import warnings
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import MissingPackageError, SaliencyError
+from ..errors import SaliencyError
+from .pictures import BLUE, GREEN, GREY, ORANGE, draw_pictures, label, layer_axis
 from .retention import layer_shares
 from .saliency import SaliencyTable
 from .saliency_report import SaliencyReport
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#767676"
-
-#: 960 pixels wide; text of 11 points is 12 pixels high on a phone of 390.
-SIZE, DOTS_PER_INCH = (4.8, 4.0), 200
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-}
 
 #: Saliency is drawn from this many halvings below a layer's average to as many above.
 DOUBLINGS = 4
 
 #: Overlap is written as figures for at most so many corpora, and at most so many of
-#: them are named, by their first letters.
-MOST_STATED, MOST_NAMED, NAME_LENGTH = 12, 24, 24
+#: them are named.
+MOST_STATED, MOST_NAMED = 12, 24
 
 
 def draw(
@@ -51,35 +30,13 @@ def draw(
 
     Raises MissingPackageError without matplotlib.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "drawing needs matplotlib, which is not installed. "
-            "Run: pip install 'kimi-k3-mlx[plot]'"
-        ) from error
-
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SaliencyError(
-            f"{folder} cannot be made a folder: {error.strerror}. Name another one for "
-            "the pictures."
-        ) from error
-    files = []
-    for name, picture in PICTURES.items():
-        if name == "overlap" and len(report.corpora) < 2:
-            continue
-        with mpl.rc_context(STYLE), warnings.catch_warnings():
-            # A corpus may be named in a script that the font does not have.
-            warnings.filterwarnings("ignore", "Glyph .* missing")
-            figure = Figure(figsize=SIZE, dpi=DOTS_PER_INCH, layout="constrained")
-            picture(figure, table, report)
-            files.append(folder / f"{name}.png")
-            figure.savefig(files[-1])
-    return files
+    alone = len(report.corpora) < 2
+    pictures = {
+        name: partial(picture, table=table, report=report)
+        for name, picture in PICTURES.items()
+        if not (alone and name == "overlap")
+    }
+    return draw_pictures(pictures, folder, SaliencyError)
 
 
 def _retention(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> None:
@@ -145,7 +102,7 @@ def _concentration(
         axes.axvline(layer.layer, color=GREY, lw=5, alpha=0.35, zorder=0)
     note = "; grey: cannot be pruned" if flat else ""
     axes.set(ylim=(0, 101))
-    _layer_axis(axes)
+    layer_axis(axes)
     axes.set_ylabel("share of the layer's saliency (%)")
     axes.set_title(f"How concentrated each layer is\n(dotted: all alike{note})")
     figure.legend(loc="outside lower center", ncols=3, markerscale=1.8, columnspacing=1)
@@ -190,7 +147,7 @@ def _ranks(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> No
 def _overlap(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> None:
     """Top experts in common, corpus by corpus."""
     axes = figure.add_subplot()
-    overlap, names = np.array(report.overlap), [_label(n) for n in report.corpora]
+    overlap, names = np.array(report.overlap), [label(n) for n in report.corpora]
     axes.imshow(100 * overlap, cmap="viridis", vmin=0, vmax=100)
     size = 11 if len(names) < 8 else 8
     # Figures of more corpora could not be read, and take minutes to lay out.
@@ -235,19 +192,7 @@ def _load(figure: "Figure", table: SaliencyTable, report: SaliencyReport) -> Non
     lower.yaxis.get_major_locator().set_params(integer=True)
     lower.set_ylabel("experts")
     lower.set_title("Experts that no token chose")
-    _layer_axis(lower)
-
-
-def _label(name: str) -> str:
-    """A corpus' name, cut to fit, in which a dollar sign begins no formula."""
-    short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
-    return short.replace("$", r"\$")
-
-
-def _layer_axis(axes: "Axes") -> None:
-    locator: Any = axes.xaxis.get_major_locator()
-    locator.set_params(integer=True)
-    axes.set_xlabel("decoder layer")
+    layer_axis(lower)
 
 
 #: File name without its ending, and what draws it.

@@ -107,14 +107,17 @@ class SourceSizes:
         total = float(sum(classes.values()) + self.rest - self.vision)
         for layer in plan.layers.values():
             total += self.router_bytes * len(layer.order)
-        return round(total + self.routed_bytes_per_token(plan, frequency))
+        return round(total + sum(self.routed_bytes_per_token(plan, frequency)))
 
     def routed_bytes_per_token(
         self, plan: ExpertPlan, frequency: Mapping[int, np.ndarray] | None = None
-    ) -> float:
-        """The part of :meth:`bytes_per_token` that is matrices of routed experts."""
-        high, low = (size - self.router_bytes for size in self._expert_pair(plan))
-        total = 0.0
+    ) -> tuple[float, float]:
+        """The part of :meth:`bytes_per_token` that is matrices of routed experts.
+
+        Those of the high bank, then those of the low.
+        """
+        sizes = [size - self.router_bytes for size in self._expert_pair(plan)]
+        picked = np.zeros(2)
         for number, layer in plan.layers.items():
             share = len(layer.high) / len(layer.order)
             if frequency is not None:
@@ -122,8 +125,9 @@ class SourceSizes:
                 kept = chosen[list(layer.order)].sum()
                 if kept > 0:
                     share = chosen[list(layer.high)].sum() / kept
-            total += share * high + (1 - share) * low
-        return self.args.text_config.num_experts_per_token * total
+            picked += share, 1 - share
+        high, low = self.args.text_config.num_experts_per_token * picked * sizes
+        return float(high), float(low)
 
     def class_bytes(self, plan: ExpertPlan) -> dict[str, int]:
         """Class → bytes at the plan's bits; raises PlanError for an unknown class."""

@@ -1,0 +1,249 @@
+"""Pictures of a plan: which experts stay, how many a layer, where the bytes are."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..build.pictures import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    PALE,
+    draw_pictures,
+    label,
+    layer_axis,
+)
+from ..build.saliency import SaliencyTable
+from ..errors import PlanError
+from .expert_plan import ExpertPlan
+from .plan_report import PlanReport
+from .plan_sizes import EMBEDDING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: What becomes of an expert, its colour, from the last to the first.
+DROPPED, LOW, HIGH = range(3)
+COLOURS = PALE, AMBER, BLUE
+
+#: Characters of a line of a title.
+TITLE_WIDTH = 54
+
+EXPERTS, OTHERS = "routed experts", "norms and others"
+
+#: Parts of a build that are drawn, and how the names of their classes begin.
+PARTS = {
+    "KDA": ("kda.",),
+    "MLA": ("mla.",),
+    "shared experts": ("shared_experts.",),
+    "latent projections": ("routed_expert_",),
+    "dense layers": ("dense.",),
+    "embedding, head": (EMBEDDING, "lm_head"),
+}
+
+
+def draw(
+    plan: ExpertPlan, report: PlanReport, table: SaliencyTable, folder: str | Path
+) -> list[Path]:
+    """Write the pictures of ``plan`` and its ``report`` to ``folder``; the files.
+
+    Raises MissingPackageError without matplotlib.
+    """
+    fates = _sorted_fates(plan, table.score(report.criterion, report.weights))
+    pictures = {
+        "allocation": partial(_allocation, report=report, fates=fates),
+        "layers": partial(_layers, report=report),
+        "bytes": partial(_bytes, report=report),
+    }
+    return draw_pictures(pictures, folder, PlanError)
+
+
+def _sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
+    """(L, E): HIGH, LOW or DROPPED of each layer's experts, the most salient first."""
+    fates = np.full(score.shape, DROPPED)
+    for row, layer in enumerate(plan.layers.values()):
+        fates[row, list(layer.high)] = HIGH
+        fates[row, list(layer.low)] = LOW
+    best = np.argsort(-score, axis=1, kind="stable")
+    return np.take_along_axis(fates, best, axis=1)
+
+
+def _allocation(figure: "Figure", report: PlanReport, fates: np.ndarray) -> None:
+    """What becomes of every expert."""
+    from matplotlib.colors import ListedColormap
+
+    axes = figure.add_subplot()
+    count = len(report.layers)
+    axes.imshow(
+        fates,
+        cmap=ListedColormap(COLOURS),
+        vmin=DROPPED,
+        vmax=HIGH,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(0, report.experts, count - 0.5, -0.5),
+    )
+    ticks = np.unique(np.linspace(0, count - 1, min(count, 8)).round().astype(int))
+    axes.set_yticks(ticks, [str(report.layers[tick].layer) for tick in ticks])
+    axes.grid(visible=False)
+    axes.set_xlabel("experts, most salient first")
+    axes.set_ylabel("decoder layer")
+    _title(figure, report, "What becomes of every expert")
+    _legend(figure, _shares(report))
+
+
+def _layers(figure: "Figure", report: PlanReport) -> None:
+    """Experts of each layer by bank, and the saliency they hold."""
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    layers = [each.layer for each in report.layers]
+    high = np.array([each.high for each in report.layers])
+    low = np.array([each.low for each in report.layers])
+    _stacked(upper, layers, high, low)
+    upper.set_ylabel("experts")
+    upper.set_ylim(0, 1.08 * float((high + low).max()))
+    upper.axhline(report.top_k, color=GREY, linestyle=":", lw=1.2)
+    kept = np.array([(e.saliency_high, e.saliency_low) for e in report.layers])
+    _stacked(lower, layers, 100 * kept[:, 0], 100 * kept[:, 1])
+    lower.set(ylim=(0, 101), ylabel="saliency (%)")
+    layer_axis(lower)
+    what = f"Experts kept and their saliency (dotted: top-{report.top_k})"
+    _title(figure, report, what)
+    _legend(figure, _shares(report, dropped=False))
+
+
+def _stacked(axes: "Axes", at: list[int], high: np.ndarray, low: np.ndarray) -> None:
+    # A hair wider than a layer: no white lines between bars.
+    axes.bar(at, high, color=COLOURS[HIGH], width=1.02, lw=0)
+    axes.bar(at, low, bottom=high, color=COLOURS[LOW], width=1.02, lw=0)
+    axes.grid(visible=False, axis="x")
+
+
+def _bytes(figure: "Figure", report: PlanReport) -> None:
+    """Where the bytes are: of the build, and of those that a token reads."""
+    build, token = build_parts(report), token_parts(report)
+    axes = figure.subplots(1, 2, sharey=True)
+    for side, parts, what in zip(
+        axes, (build, token), ("build", "a token"), strict=True
+    ):
+        total = sum(parts.values())
+        scale, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        sizes = [parts.get(name, 0) / scale for name in build]
+        colours = [BLUE if name == EXPERTS else GREEN for name in build]
+        side.barh(list(build), sizes, color=colours, height=0.7)
+        low = (report.sizes.low.nbytes, report.token.low)[what == "a token"] / scale
+        side.barh(EXPERTS, low, left=sizes[0] - low, color=AMBER, height=0.7)
+        side.set(xlim=(0, 1.35 * max(sizes)), xticks=[])
+        side.spines["bottom"].set_visible(False)
+        side.grid(visible=False)
+        for row, size in enumerate(sizes):
+            stated = f"{size:,.1f}" if size >= 0.05 else f"{size:.1g}"
+            side.annotate(
+                stated, (size, row), (3, 0), textcoords="offset points", va="center"
+            )
+        side.set_title(f"{what}: {total / scale:,.1f} {unit}")
+    axes[0].invert_yaxis()
+    _title(figure, report, "Where the bytes are")
+    if report.sizes.low.experts:
+        _legend(figure, {HIGH: "mxfp4", LOW: f"{report.low_bits} bits"})
+
+
+def build_parts(report: PlanReport) -> dict[str, int]:
+    """Part → bytes of the build; they add up to all of it."""
+    sizes = report.sizes
+    parts = {EXPERTS: sizes.high.nbytes + sizes.low.nbytes}
+    parts |= _class_parts({name: each.nbytes for name, each in sizes.classes.items()})
+    parts[OTHERS] = sizes.rest
+    if sizes.vision:
+        parts["vision"] = sizes.vision
+    return parts
+
+
+def token_parts(report: PlanReport) -> dict[str, int]:
+    """Part → bytes that a token reads; they add up to all of them.
+
+    Routers are counted with the experts, and so is the row of the embedding.
+    """
+    sizes = report.sizes
+    read = {
+        name: each.nbytes
+        for name, each in sizes.classes.items()
+        if name != EMBEDDING or "lm_head" not in sizes.classes
+    }
+    parts = {EXPERTS: 0} | _class_parts(read)
+    parts[OTHERS] = sizes.rest
+    parts[EXPERTS] = report.token.total - sum(parts.values())
+    return parts
+
+
+def _class_parts(classes: dict[str, int]) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for part, beginnings in PARTS.items():
+        nbytes = sum(n for name, n in classes.items() if name.startswith(beginnings))
+        if nbytes:
+            parts[part] = nbytes
+    return parts
+
+
+def _shares(report: PlanReport, *, dropped: bool = True) -> dict[int, str]:
+    """What becomes of experts, and of what share of them."""
+    total = len(report.layers) * report.experts
+    high, low = report.sizes.high.experts, report.sizes.low.experts
+    named = {HIGH: f"mxfp4 {high / total:.1%}"}
+    if low:
+        named[LOW] = f"{report.low_bits} bits {low / total:.1%}"
+    if dropped:
+        named[DROPPED] = f"dropped {1 - (high + low) / total:.1%}"
+    return named
+
+
+def _legend(figure: "Figure", named: dict[int, str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches: list[Any] = [
+        Patch(color=COLOURS[fate], label=words) for fate, words in named.items()
+    ]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=len(named),
+        columnspacing=1.2,
+        handlelength=1.4,
+    )
+
+
+def _title(figure: "Figure", report: PlanReport, what: str) -> None:
+    """What is shown, and of which plan."""
+    figure.suptitle(
+        f"{what}\n{described(report)}",
+        x=0.02,
+        ha="left",
+        fontsize=10.5,
+        linespacing=1.3,
+    )
+
+
+def described(report: PlanReport) -> str:
+    """Kind, budget, criterion and weights of a plan, in two lines at most."""
+    budget = report.about.get("memory")
+    size = (
+        f"{report.sizes.total / 1e9:,.1f} GB"
+        if report.sizes.total >= 1e9
+        else (f"{report.sizes.total / 1e6:,.1f} MB")
+    )
+    if budget is not None:
+        scale, unit = (1e9, "GB") if budget >= 1e9 else (1e6, "MB")
+        size += f" of {budget / scale:,.1f} {unit}"
+    chosen_by = report.about.get("criterion", report.criterion)
+    first = f"{report.kind}, {size}, by {chosen_by}"
+    if report.assumed:
+        first += " (assumed)"
+    weights = ", ".join(
+        f"{label(name)} {share:.0%}" for name, share in report.weights.items() if share
+    )
+    if len(weights) > TITLE_WIDTH:
+        weights = weights[: TITLE_WIDTH - 1] + "…"
+    return f"{first}\n{weights}"
