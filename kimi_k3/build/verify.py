@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import Folder, read_folder
 from ..checkpoint.values import is_read, value_faults
+from ..conversion.side_files import GENERATION
 from ..errors import KimiK3Error
 from ..folder_check import check_tensors
 from ..tokenizer.files import (
@@ -23,7 +24,7 @@ from ..tokenizer.files import (
 )
 from .verify_record import RecordedBuild, check_record
 from .verify_report import Check, Comparison, Finding, VerifyReport
-from .verify_side_files import GENERATION, check_sampling
+from .verify_side_files import check_sampling
 from .verify_source import SourceComparison, open_source
 
 #: Told what is read ("values", "hashes", "source"), how many bytes have been, and of how

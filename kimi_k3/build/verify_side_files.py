@@ -2,17 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ..checkpoint.folder import CONFIG
-from ..checkpoint.shard_index import INDEX, read_json
+from ..checkpoint.shard_index import read_json
+from ..conversion.side_files import GENERATION, SAMPLING, side_files, without_code
 from ..errors import CheckpointError
 from ..tokenizer.files import CONFIG_FILE, VOCAB_FILE
 from .verify_report import Check, Finding
-
-GENERATION = "generation_config.json"
-
-#: What a host needs to sample as the release asks for.
-_SAMPLING = ("temperature", "top_p")
 
 #: Files that must be the source's, byte for byte.
 _SAME = (VOCAB_FILE, CONFIG_FILE)
@@ -26,30 +22,23 @@ def check_sampling(folder: Path) -> Iterator[Check | Finding]:
     except CheckpointError as error:
         yield Finding(str(error))
         stated = None
-    for key in _SAMPLING if stated is not None else ():
+    for key in SAMPLING if stated is not None else ():
         looked += 1
-        value = stated.get(key) if stated else None
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if type((stated or {}).get(key)) not in (bool, int, float):
             yield Finding(
                 f"{GENERATION} gives no {key}: hosts will sample in ways of their own. "
                 "Convert again, or add the release's (temperature 1.0, top_p 0.95)."
             )
-    yield Check("sampling", looked, "values of the generation config", len(_SAMPLING))
+    yield Check("sampling", looked, "values of the generation config", len(SAMPLING))
 
 
 def check_copied(folder: Path, source: Path) -> Iterator[Check | Finding]:
-    """Whether the files beside the source's shards are in the build, unchanged.
+    """Whether the files beside the source's shards are in the build.
 
-    Only the tokenizer's must be equal: others may be made anew.
+    The tokenizer's must say the same; entries that point at code of the checkpoint are
+    not copied, so they do not count.
     """
-    wanted = [
-        path.name
-        for path in sorted(source.iterdir())
-        if path.is_file()
-        and not path.name.startswith(".")
-        and path.suffix not in (".safetensors", ".py")
-        and path.name not in (INDEX, CONFIG)
-    ]
+    wanted = [path.name for path in side_files(source)]
     looked = 0
     for name in wanted:
         looked += 1
@@ -57,7 +46,7 @@ def check_copied(folder: Path, source: Path) -> Iterator[Check | Finding]:
             yield Finding(
                 f"{name} lies beside the source's shards but not here. Copy it."
             )
-        elif name in _SAME and not _equal(folder / name, source / name):
+        elif name in _SAME and _content(folder / name) != _content(source / name):
             yield Finding(
                 f"{name} is not the source's: text becomes other tokens than the model "
                 "was trained on. Copy it from the source."
@@ -65,5 +54,10 @@ def check_copied(folder: Path, source: Path) -> Iterator[Check | Finding]:
     yield Check("copied files", looked, "files of the source looked for", len(wanted))
 
 
-def _equal(one: Path, other: Path) -> bool:
-    return one.read_bytes() == other.read_bytes()
+def _content(path: Path) -> Any:
+    if path.suffix != ".json":
+        return path.read_bytes()
+    try:
+        return without_code(read_json(path))
+    except CheckpointError as error:
+        return str(error)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ..conversion.build_config import build_config
 from ..conversion.provenance import RECORD, ShardRecord
+from ..conversion.side_files import without_code
 from ..errors import KimiK3Error
 from .layer_stream import LayerStream
 from .stored_bytes import StoredBytes
@@ -162,8 +163,8 @@ class SourceComparison:
     def run(self) -> Iterator[Check | Finding]:
         """Compare everything; each check comes last, each finding as it is found."""
         config = {k: v for k, v in self.build.folder.config.items() if k != RECORD}
-        source = self.stream.folder.config
-        yield from config_findings(config, build_config(source, self.build.plan))
+        wanted = build_config(self.stream.folder.config, self.build.plan)
+        yield from config_findings(config, without_code(wanted))
         for layer in self._tensor.layers:
             if layer in self._chosen:
                 yield from _few(self._layer_experts(layer), f"experts of layer {layer}")

@@ -21,8 +21,8 @@ from ..checkpoint.sanitize import module_weights
 from ..checkpoint.stored_format import StoredFormat
 from ..models import Model
 from ..planning.matrix_classes import matrix_class
+from .quantised_error import quantised_error
 from .stored_bytes import StoredBytes
-from .verify_experts import ALLOWED, squared_error
 from .verify_record import RecordedBuild
 from .verify_report import Finding
 
@@ -127,17 +127,17 @@ class TensorComparison:
         if not self.build.as_planned.issuperset(names):
             return
         codes, scales, biases = (self.ours.array(name) for name in names)
-        error, square = squared_error(stored.dequantize(codes, scales, biases), wanted)
-        del codes
-        own = mx.quantize(wanted.astype(mx.bfloat16), **stored.parameters)
-        usual, _ = squared_error(stored.dequantize(*own), wanted)
-        relative = error / square if square else error
-        yield Compared(QUANTISED, name, stored, relative)
-        if not error <= ALLOWED * usual:
+        found = quantised_error(
+            stored.dequantize(codes, scales, biases),
+            wanted,
+            stored,
+            weighed=self.build.record.moments is not None,
+        )
+        yield Compared(QUANTISED, name, stored, found.relative)
+        if found.fault:
             yield Finding(
-                f"{name} has a relative squared error of {relative:.3g} to the source's, "
-                f"more than {ALLOWED:g} times what {stored} makes of it ({usual:.3g} of "
-                f"{square:.3g}): it is of another matrix, or damaged. Convert again."
+                f"{name} ({stored}) has {found.fault}: it is of another matrix, or "
+                "damaged. Convert again."
             )
 
     def _compare_vision(self) -> Iterator[Compared | Finding]:
