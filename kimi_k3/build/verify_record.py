@@ -137,6 +137,8 @@ def _shards(build: RecordedBuild) -> Iterator[Check | Finding]:
     looked = 0
     for file in planned:
         recorded, header = build.record.shards.get(file), build.folder.headers.get(file)
+        if header is None and file in build.folder.index.shards:
+            continue  # why it cannot be read is told already
         if recorded is None or header is None:
             who = "the record in config.json" if recorded is None else "the index"
             yield Finding(f"{who} does not name the shard {file}. {_AGAIN}")
@@ -170,9 +172,9 @@ def _tensors(build: RecordedBuild) -> Iterator[Check | Finding]:
     wanted: set[str] = set()
     for shard in build.layout.shards:
         header = build.folder.headers.get(shard.file)
+        wanted |= {tensor.name for tensor in shard.tensors}
         odd: list[str] = []
-        for tensor in shard.tensors:
-            wanted.add(tensor.name)
+        for tensor in shard.tensors if header else ():
             found = header.tensors.get(tensor.name) if header else None
             if found is None:
                 odd.append(f"{tensor.name} is not in it")
