@@ -8,38 +8,33 @@ class through an import finder that the installation adds (:mod:`kimi_k3.registr
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .build.calibrate import calibrate
-    from .conversion.convert import convert
     from .build.verify import verify
+    from .conversion.convert import convert
     from .loading import load
+    from .planning.make_plan import plan
     from .registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "calibrate", "convert", "load", "register", "verify"]
+__all__ = ["__version__", "calibrate", "convert", "load", "plan", "register", "verify"]
+
+#: Public name → the module that it comes from, imported when it is first asked for.
+_HOMES = {
+    "calibrate": ".build.calibrate",
+    "convert": ".conversion.convert",
+    "load": ".loading",
+    "plan": ".planning.make_plan",
+    "register": ".registration",
+    "verify": ".build.verify",
+}
 
 
 def __getattr__(name: str) -> object:
-    """Import what ``__all__`` offers when it is first asked for."""
-    if name == "calibrate":
-        from .build.calibrate import calibrate
+    """What ``__all__`` offers."""
+    if name in _HOMES:
+        from importlib import import_module
 
-        return calibrate
-    if name == "convert":
-        from .conversion.convert import convert
-
-        return convert
-    if name == "load":
-        from .loading import load
-
-        return load
-    if name == "register":
-        from .registration import register
-
-        return register
-    if name == "verify":
-        from .build.verify import verify
-
-        return verify
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

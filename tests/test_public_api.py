@@ -35,6 +35,7 @@ def test_public_names():
         "calibrate",
         "convert",
         "load",
+        "plan",
         "register",
         "verify",
     ]

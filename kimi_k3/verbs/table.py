@@ -1,6 +1,18 @@
 """Every verb of ``kimi-k3``, in the order in which the help lists them."""
 
-from . import bench, calibrate, convert, demo, doctor, run, saliency, samples, verify
+from . import (
+    bench,
+    calibrate,
+    convert,
+    damage,
+    demo,
+    doctor,
+    plan,
+    run,
+    saliency,
+    samples,
+    verify,
+)
 
 VERBS = {
     "demo": demo.VERB,
@@ -9,6 +21,8 @@ VERBS = {
     "samples": samples.VERB,
     "calibrate": calibrate.VERB,
     "saliency": saliency.VERB,
+    "damage": damage.VERB,
+    "plan": plan.VERB,
     "convert": convert.VERB,
     "bench": bench.VERB,
     "doctor": doctor.VERB,

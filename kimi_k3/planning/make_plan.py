@@ -1,0 +1,218 @@
+"""``kimi_k3.plan``: from a calibration to an ExpertPlan, and what it keeps and costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ..build.saliency import SaliencyTable
+from ..checkpoint.folder import CONFIG, read_config
+from ..checkpoint.source_layout import full_size_config
+from ..config import ModelArgs
+from ..errors import PlanError
+from .budget_plan import budget_plan
+from .damage import Damage
+from .expert_plan import ExpertPlan
+from .fixed_plans import global_plan, graded_plan, uniform_plan
+from .matrix_classes import CLASS_BITS
+from .plan_report import PlanReport, plan_report
+from .plan_request import DAMAGE, PlanRequest
+from .plan_sizes import SourceSizes
+from .scores import check_source
+
+#: Width of the low bank, unless another is asked for.
+LOW_BITS = 2
+
+#: What saliency is measured by in the report of a plan that measured damage made.
+SALIENCY = "reap_sum"
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan, what it keeps, costs and promises, and the saliency that it is from."""
+
+    plan: ExpertPlan
+    report: PlanReport
+    table: SaliencyTable
+
+
+def plan(
+    saliency: SaliencyTable | str | Path,
+    source: Mapping[str, Any] | str | Path | None = None,
+    kind: str = "budget",
+    **options: Any,
+) -> PlanResult:
+    """Choose which experts of a checkpoint stay, and the width of everything.
+
+    Args:
+        saliency: what a calibration recorded: the folder, its ``saliency.npz``, or the
+            table.
+        source: the calibrated checkpoint: its folder, its ``config.json``, or that as a
+            mapping. Weights are not needed. None: the released Kimi K3.
+        kind: ``uniform``, ``global``, ``graded`` or ``budget``.
+        options: how large, and by what: see :class:`~.plan_request.PlanRequest`. Sizes
+            are bytes.
+
+    Raises PlanError for what cannot be asked, planned or run, SaliencyError for a table
+    that is damaged or lacks a corpus that has a weight.
+    """
+    request = PlanRequest(kind=kind, **options)
+    table, folder = saliency, None
+    if not isinstance(table, SaliencyTable):
+        folder = Path(table)
+        table = SaliencyTable.load(folder)
+        folder = folder if folder.is_dir() else folder.parent
+    table.shares(request.weights)
+    sizes = SourceSizes.of(_fitting_config(table, source))
+    return plan_with(request, table, sizes, folder)
+
+
+def plan_with(
+    request: PlanRequest,
+    table: SaliencyTable,
+    sizes: SourceSizes,
+    folder: Path | None = None,
+    assumed: str = "",
+) -> PlanResult:
+    """The same from what is loaded already.
+
+    Args:
+        folder: where measured damage lies.
+        assumed: see :class:`~.plan_report.PlanReport`.
+    """
+    damage = _damage(request, table, folder, sizes)
+    bound = None
+    if request.kind == "budget":
+        found = budget_plan(
+            damage,
+            sizes,
+            memory=request.memory,
+            bytes_per_token=request.bytes_per_token,
+            frequency=_frequency(table, request.weights),
+            least=request.least,
+            low_bits=damage.low_bits,
+            allowed_bits=request.allowed_bits or CLASS_BITS,
+            fixed_bits=request.class_bits(sizes),
+        )
+        made, bound = found.plan, found.bound
+    else:
+        made = _by_rule(request, table, sizes, damage)
+    report = plan_report(
+        made,
+        sizes,
+        table,
+        criterion=SALIENCY if request.criterion == DAMAGE else request.criterion,
+        weights=request.weights,
+        damage=damage,
+        bound=bound,
+        assumed=assumed,
+    )
+    return PlanResult(made, report, table)
+
+
+def source_config(
+    source: Mapping[str, Any] | str | Path | None,
+) -> Mapping[str, Any]:
+    """The config that ``source`` names, as :func:`plan` takes it."""
+    if isinstance(source, str | Path):
+        path = Path(source)
+        return read_config(path.parent if path.name == CONFIG else path)
+    return full_size_config() if source is None else dict(source)
+
+
+def _fitting_config(
+    table: SaliencyTable, source: Mapping[str, Any] | str | Path | None
+) -> Mapping[str, Any]:
+    """The same; raises PlanError if ``table`` was recorded on another checkpoint."""
+    config = source_config(source)
+    try:
+        check_source(table, ModelArgs.from_dict(dict(config)).text_config)
+    except PlanError as error:
+        if source is not None:
+            raise
+        raise PlanError(
+            "the saliency is not of the released Kimi K3, so sizes need the config of "
+            f"what was calibrated. Name its folder with --source. ({error})"
+        ) from error
+    return config
+
+
+def _frequency(
+    table: SaliencyTable, weights: Mapping[str, float] | None
+) -> dict[int, np.ndarray]:
+    """Layer → (E,), how often each expert is chosen."""
+    score = table.score("frequency", weights)
+    return dict(zip(table.layers.tolist(), score, strict=True))
+
+
+def _damage(
+    request: PlanRequest, table: SaliencyTable, folder: Path | None, sizes: SourceSizes
+) -> Damage:
+    """By the criterion of ``request``: measured, or from the saliency."""
+    low_bits = request.low_bits or LOW_BITS
+    if request.criterion != DAMAGE:
+        return Damage.of_criterion(
+            table, request.criterion, request.weights, sizes, low_bits
+        )
+    from .damage_table import FILE_NAME, DamageTable
+
+    if folder is None or not (folder / FILE_NAME).is_file():
+        raise PlanError(
+            f"{folder or 'the table'} has no {FILE_NAME}: no damage was measured. Run "
+            f"`kimi-k3 damage SOURCE {folder or 'CALIBRATION'}`, or take another criterion."
+        )
+    measured = DamageTable.load(folder / FILE_NAME)
+    for name in ("source", "layers", "experts"):
+        if not np.array_equal(getattr(measured, name), getattr(table, name)):
+            raise PlanError(
+                f"{folder / FILE_NAME} was measured on another checkpoint than the "
+                f"saliency: their {name} differ. Measure again with `kimi-k3 damage`."
+            )
+    if request.kind in ("uniform", "global"):  # which have no low bank
+        low_bits = int(measured.low_bits[0])
+    return Damage.of_measured(measured, low_bits)
+
+
+@dataclass(frozen=True)
+class _MeasuredScores:
+    """A table whose scores are what dropping each expert costs."""
+
+    table: SaliencyTable
+    drop: np.ndarray
+
+    def score(self, criterion: str, weights: Mapping[str, float] | None) -> np.ndarray:
+        return self.drop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.table, name)
+
+
+def _by_rule(
+    request: PlanRequest, table: SaliencyTable, sizes: SourceSizes, damage: Damage
+) -> ExpertPlan:
+    scores = table
+    if request.criterion == DAMAGE:
+        scores = cast(SaliencyTable, _MeasuredScores(table, damage.drop))
+    common: dict[str, Any] = {
+        "memory": request.memory,
+        "sizes": sizes,
+        "criterion": request.criterion,
+        "weights": request.weights,
+        "bits": request.class_bits(sizes),
+    }
+    if request.kind == "uniform":
+        keep = request.keep
+        if keep is not None and keep != int(keep):
+            raise PlanError(f"uniform keeps {keep} experts; wanted a whole number.")
+        return uniform_plan(scores, keep=None if keep is None else int(keep), **common)
+    if request.kind == "global":
+        return global_plan(scores, keep=request.keep, least=request.least, **common)
+    return graded_plan(
+        scores,
+        high=request.high,
+        low=request.low,
+        low_bits=request.low_bits or LOW_BITS,
+        **common,
+    )

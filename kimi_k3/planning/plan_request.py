@@ -1,0 +1,163 @@
+"""What is asked of a planner, checked before any work."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..build.saliency import CRITERIA
+from ..errors import PlanError
+from .expert_plan import LOW_BITS
+from .matrix_classes import CLASS_BITS
+from .plan_sizes import SourceSizes
+
+#: The criterion that is no score of a calibration: errors that were measured.
+DAMAGE = "damage"
+
+#: Kind of plan → what can be asked of it, besides criterion, weights and bits.
+KINDS = {
+    "uniform": {"keep", "memory"},
+    "global": {"keep", "least", "memory"},
+    "graded": {"high", "low", "low_bits", "memory"},
+    "budget": {"memory", "bytes_per_token", "least", "low_bits", "allowed_bits"},
+}
+
+#: Of these each kind needs one at least.
+_SCALES = {
+    "uniform": ("keep", "memory"),
+    "global": ("keep", "memory"),
+    "graded": ("high", "low", "memory"),
+    "budget": ("memory", "bytes_per_token"),
+}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Kind, limits and criterion of a plan; None is: not said.
+
+    Attributes:
+        kind: a key of :data:`KINDS`.
+        keep: experts a layer; for ``global`` on average, and any number.
+        high, low: experts a layer in mxfp4, and at ``low_bits``.
+        low_bits: width of the low bank; 2 if not said.
+        least: experts that every layer keeps.
+        memory: bytes of the build's tensors.
+        bytes_per_token: bytes of weights that a decoded token may read.
+        criterion: a key of :data:`~kimi_k3.build.saliency.CRITERIA`, or ``damage``.
+        weights: corpus → its share of the text; of any sum.
+        bits: of all classes of matrices, or class → bits; class ``""`` is all others.
+        allowed_bits: that ``budget`` may choose for classes that ``bits`` does not name.
+
+    Raises PlanError for what contradicts itself or is not of this kind.
+    """
+
+    kind: str = "budget"
+    keep: float | None = None
+    high: int | None = None
+    low: int | None = None
+    low_bits: int | None = None
+    least: int | None = None
+    memory: int | None = None
+    bytes_per_token: int | None = None
+    criterion: str = "reap_sum"
+    weights: Mapping[str, float] | None = None
+    bits: int | Mapping[str, int] | None = None
+    allowed_bits: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(
+                f"no kind of plan is called {self.kind!r}; there are {', '.join(KINDS)}."
+            )
+        for field in fields(self):
+            self._check_option(field.name)
+        self._check_scale()
+        if self.criterion not in (*CRITERIA, DAMAGE):
+            raise PlanError(
+                f"no criterion is called {self.criterion!r}; there are "
+                f"{', '.join(CRITERIA)} and {DAMAGE}."
+            )
+        if self.low_bits is not None and self.low_bits not in LOW_BITS:
+            raise PlanError(
+                f"the low bank is asked to have {self.low_bits} bits; it can have "
+                f"{', '.join(map(str, LOW_BITS))}."
+            )
+        named = self.bits.values() if isinstance(self.bits, Mapping) else [self.bits]
+        for bits in (*named, *(self.allowed_bits or ())):
+            if bits is not None and bits not in CLASS_BITS:
+                raise PlanError(
+                    f"a class of matrices is asked to have {bits} bits; it can have "
+                    f"{', '.join(map(str, CLASS_BITS))}."
+                )
+        if self.allowed_bits is not None and not self.allowed_bits:
+            raise PlanError("no width is allowed; allow 16 to leave all as it is.")
+
+    def _check_option(self, name: str) -> None:
+        offered = set().union(*KINDS.values())
+        value = getattr(self, name)
+        if name not in offered or value is None:
+            return
+        if name not in KINDS[self.kind]:
+            raise PlanError(
+                f"a {self.kind} plan takes no {_words(name)}; it takes "
+                f"{', '.join(sorted(map(_words, KINDS[self.kind])))}."
+            )
+        if name in ("low_bits", "allowed_bits"):
+            return
+        if not 0 <= value < float("inf") or (
+            value == 0 and name not in ("high", "low")
+        ):
+            raise PlanError(f"{_words(name)} is {value}; wanted more than 0.")
+
+    def _check_scale(self) -> None:
+        scales = _SCALES[self.kind]
+        given = [name for name in scales if getattr(self, name) is not None]
+        if not given:
+            raise PlanError(
+                f"a {self.kind} plan needs to know how large it may be: give "
+                f"{' or '.join(map(_words, scales))}."
+            )
+        if self.memory is not None and self.kind != "budget":
+            counts = [name for name in given if name != "memory"]
+            if len(counts) == len(scales) - 1:
+                raise PlanError(
+                    f"{' and '.join(map(_words, counts))} and memory each tell how many "
+                    "experts stay. Give the counts, or the memory for as many as fit."
+                )
+
+    def class_bits(self, sizes: SourceSizes) -> dict[str, int]:
+        """Class → the bits asked for, of the checkpoint of ``sizes``.
+
+        Bits for all skip the classes that cannot have them; a class that is named must.
+        """
+        if self.bits is None:
+            return {}
+        asked = self.bits if isinstance(self.bits, Mapping) else {"": self.bits}
+        chosen: dict[str, int] = {}
+        for name, bits in asked.items():
+            if not name:
+                continue
+            if name not in sizes.classes:
+                raise PlanError(
+                    f"no class of matrices is called {name!r}; there are "
+                    f"{', '.join(sizes.classes)}."
+                )
+            if bits not in sizes.classes[name]:
+                raise PlanError(
+                    f"{name} cannot have {bits} bits: no group size divides its rows. It "
+                    "stays bfloat16; leave it out."
+                )
+            chosen[name] = bits
+        if "" in asked:
+            for name, found in sizes.classes.items():
+                if name not in chosen and asked[""] in found:
+                    chosen[name] = asked[""]
+        return chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was said, as plain values."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
