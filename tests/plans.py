@@ -1,10 +1,12 @@
-"""Expert plans to test with, made by no planner."""
+"""Expert plans to test with, made by no planner, and saliency to plan with."""
 
 from typing import Any
 
 import numpy as np
+from saliency_tables import record, table_of
 from tiny_k3 import WIDE_EXPERTS, t1_config
 
+from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.planning.expert_plan import LOW_BITS, ExpertPlan, LayerPlan
 from kimi_k3.planning.plan_sizes import SourceSizes
 
@@ -12,6 +14,16 @@ from kimi_k3.planning.plan_sizes import SourceSizes
 def wide_config(**text: Any) -> dict[str, Any]:
     """``config.json`` of a T1 whose experts are wide enough for a low bank."""
     return t1_config(**WIDE_EXPERTS | text)
+
+
+def wide_table(seed: int = 0, **changes: Any) -> SaliencyTable:
+    """Saliency of such a T1: code (60 tokens) and python (30), layers 1 to 4."""
+    rng = np.random.default_rng(seed)
+    layers = {
+        layer: [record(rng, tokens, 16, 4) for tokens in (60, 30)]
+        for layer in (1, 2, 3, 4)
+    }
+    return table_of(layers, **{"tokens": (60, 30), "top_k": 4} | changes)
 
 
 def random_plan(sizes: SourceSizes, seed: int, **about: Any) -> ExpertPlan:

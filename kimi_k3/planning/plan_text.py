@@ -1,6 +1,7 @@
 """The words of a plan's report, for a terminal of 80 columns."""
 
 from collections.abc import Iterable
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ..build.saliency import CRITERIA
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 #: What a layer's bar is drawn with: experts as they are, at the low width, dropped.
 HIGH, LOW, DROPPED = "█", "▒", "·"
 BAR = 32
+
+#: The criterion of a plan that no score of a calibration made.
+MEASURED = "errors that `kimi-k3 damage` measured"
 
 #: Builds of so many bytes are spoken of in GB.
 _LARGE = 10_000_000_000
@@ -33,24 +37,26 @@ def plan_text(report: "PlanReport") -> str:
 
 def _head(report: "PlanReport") -> list[str]:
     count = len(report.layers)
-    lines = [
-        f"{report.kind} plan for {count * report.experts:,} experts in {count} layers, "
-        f"of which the router picks {report.top_k}"
-    ]
     chosen_by = report.about.get("criterion", report.criterion)
-    meaning = CRITERIA.get(chosen_by, "errors that `kimi-k3 damage` measured")
-    lines.append(f"chosen by  {chosen_by}: {meaning}")
-    weights = ", ".join(f"{n} {share:.1%}" for n, share in report.weights.items())
-    lines.append(f"corpora    {weights}")
+    about = {"chosen by": f"{chosen_by}: {CRITERIA.get(chosen_by, MEASURED)}"}
     if report.assumed:
-        lines.append(f"ASSUMED    {report.assumed}")
+        about["ASSUMED"] = report.assumed
+    else:
+        weights = report.weights.items()
+        about["corpora"] = ", ".join(f"{name} {share:.1%}" for name, share in weights)
     limits = {
         "memory": report.about.get("memory"),
         "per token": report.about.get("bytes_per_token"),
     }
-    stated = ", ".join(f"{k} {v:,} bytes" for k, v in limits.items() if v is not None)
-    if stated:
-        lines.append(f"limits     {stated}")
+    stated = (f"{what} {n:,} bytes" for what, n in limits.items() if n is not None)
+    if limit := ", ".join(stated):
+        about["limits"] = limit
+    lines = [
+        f"{report.kind} plan for {count * report.experts:,} experts in {count} layers, "
+        f"of which the router picks {report.top_k}"
+    ]
+    for what, words in about.items():
+        lines += wrap(f"{what:11}{words}", 80, subsequent_indent=" " * 11)
     return lines
 
 
