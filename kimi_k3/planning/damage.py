@@ -204,15 +204,17 @@ class Damage:
         Raises PlanError for a plan of another checkpoint, low width or class.
         """
         self.check_plan(plan)
-        lost: list[float] = []
-        for layer, drop, low in zip(self.layers, self.drop, self.low, strict=True):
+        states = np.zeros(self.drop.shape, np.int8)
+        for row, layer in zip(states, self.layers, strict=True):
             chosen = plan.layers[int(layer)]
-            left = drop.copy()
-            left[list(chosen.order)] = 0
-            left[list(chosen.low)] = low[list(chosen.low)]
-            lost += left.tolist()
-        lost += [self.classes[name][bits] for name, bits in sorted(plan.bits.items())]
-        return math.fsum(lost)
+            row[list(chosen.low)], row[list(chosen.high)] = 1, 2
+        return self.of_states(states, plan.bits)
+
+    def of_states(self, states: np.ndarray, bits: Mapping[str, int]) -> float:
+        """The same of experts (L, E) that are dropped (0), low (1) or high (2)."""
+        lost = np.where(states == 0, self.drop, np.where(states == 1, self.low, 0.0))
+        classes = [self.classes[name][width] for name, width in bits.items()]
+        return math.fsum([*lost[lost > 0].tolist(), *classes])
 
     def check_plan(self, plan: ExpertPlan) -> None:
         """Raise PlanError if this is not about what ``plan`` does."""

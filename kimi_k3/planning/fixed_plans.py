@@ -113,7 +113,7 @@ def global_plan(
                 f"global keeps {keep} experts a layer; wanted {least} (the least in every "
                 f"layer) to {frame.experts} (all there are)."
             )
-    kept = best_overall(frame.scores, total, least)
+    kept = best_overall(layer_shares(frame.scores), total, least)
     high = [np.flatnonzero(row) for row in kept]
     about = {"keep": total / layers, "least": least}
     return frame.plan(high, [()] * layers, about)
@@ -163,15 +163,16 @@ def graded_plan(
     return frame.plan(best[:, :high], best[:, high : high + low], about)
 
 
-def best_overall(scores: np.ndarray, total: int, least: int) -> np.ndarray:
+def best_overall(shares: np.ndarray, total: int, least: int) -> np.ndarray:
     """(L, E) bool, ``total`` experts: the ``least`` best of each layer, then the best.
 
-    Scores are made shares of their layer first; ties go to the first layer and expert.
+    Args:
+        shares: (L, E), which compare over layers; ties go to the first layer and expert.
     """
-    kept = np.zeros(scores.shape, bool)
-    np.put_along_axis(kept, ranking(scores)[:, :least], True, axis=1)
-    shares = np.where(kept, np.inf, layer_shares(scores))
-    kept.ravel()[ranking(shares.ravel())[:total]] = True
+    kept = np.zeros(shares.shape, bool)
+    np.put_along_axis(kept, ranking(shares)[:, :least], True, axis=1)
+    first = np.where(kept, np.inf, shares)
+    kept.ravel()[ranking(first.ravel())[:total]] = True
     return kept
 
 
@@ -340,9 +341,12 @@ class _Frame:
         return self.memory - decided_bytes(self.sizes, self.template.bits)
 
     def _pair(self) -> tuple[int, int]:
+        """Bytes of an expert of each bank; only graded plans have a low one."""
         assert self.sizes is not None
-        low = self.sizes.expert_bytes(self.template.low_format)
-        return self.sizes.expert_bytes(HIGH), low
+        high = self.sizes.expert_bytes(HIGH)
+        if self.kind != "graded":
+            return high, 0
+        return high, self.sizes.expert_bytes(self.template.low_format)
 
     def _refuse_memory(self, experts: int, least: int) -> None:
         assert self.sizes is not None

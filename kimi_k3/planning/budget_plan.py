@@ -1,0 +1,218 @@
+"""budget_plan: for every expert and every class of matrices the width that loses least.
+
+Experts are dropped, stored at the low width or kept as MXFP4; classes get one of their
+widths; a build and, if wanted, what a token reads stay within limits. Minimised is the
+predicted :class:`~.damage.Damage`. docs/budget.md tells how.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..build.saliency import TOOL
+from .budget_fixed import fixed_states, width_sets
+from .budget_problem import LARGE
+from .budget_solver import TOLERANCE, solve
+from .budget_task import Limits, Task
+from .budget_tokens import TokenForm, frequencies
+from .damage import Damage
+from .expert_plan import ExpertPlan
+from .matrix_classes import CLASS_BITS
+from .plan_sizes import SourceSizes
+
+#: Rounds of taking what a token reads as a sum around the last choice.
+_ROUNDS = 8
+
+#: Relative: by less than this a round may miss the limit on bytes per token for good, and
+#: the next aims lower by as much.
+_SMALL_EXCESS = 3e-4
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    """The plan of least predicted damage that was found, and what is known about it.
+
+    Attributes:
+        plan: within the limits.
+        damage: predicted, :meth:`Damage.of_plan`.
+        bound: no choice within the limits has less. With a limit on bytes per token:
+            none within that limit as a sum (:mod:`.budget_tokens`).
+        gap: (damage − bound) / damage.
+        memory: bytes of the build. bytes_per_token: that a decoded token reads.
+        fixed: plans by rule at the same widths of the classes → their damage; those that
+            break a limit are left out.
+        nodes, evaluations, seconds: what the search took.
+    """
+
+    plan: ExpertPlan
+    damage: float
+    bound: float
+    gap: float
+    memory: int
+    bytes_per_token: int
+    fixed: Mapping[str, float]
+    nodes: int
+    evaluations: int
+    seconds: float
+
+
+def budget_plan(
+    damage: Damage,
+    sizes: SourceSizes,
+    *,
+    memory: int | None = None,
+    bytes_per_token: int | None = None,
+    frequency: Mapping[int, np.ndarray] | None = None,
+    least: int | None = None,
+    low_bits: int | None = None,
+    allowed_bits: Collection[int] = CLASS_BITS,
+    fixed_bits: Mapping[str, int] | None = None,
+    candidates: Sequence[ExpertPlan] = (),
+    tolerance: float = TOLERANCE,
+) -> BudgetResult:
+    """The plan of least predicted damage within the limits.
+
+    Args:
+        memory: bytes of the build (:meth:`SourceSizes.plan_bytes`); None: any.
+        bytes_per_token: that a decoded token may read
+            (:meth:`SourceSizes.bytes_per_token`); None: any.
+        frequency: layer → (E,), how often each expert is chosen; None: alike.
+        least: experts that every layer keeps; None: top-k.
+        low_bits: of the low bank; None, or what ``damage`` is for.
+        allowed_bits: that classes may have; 16 for those that have none of them.
+        fixed_bits: class → its bits, whatever is allowed.
+        candidates: other plans; the result is never worse than those within the limits.
+        tolerance: relative gap at which the search may stop.
+
+    Raises PlanError if nothing keeps to the limits, with the least that would do.
+    """
+    started = time.perf_counter()
+    task = Task.of(damage, sizes, least, low_bits, allowed_bits, fixed_bits or {})
+    limits = Limits(memory, bytes_per_token, frequency)
+    task.check_possible(limits)
+    found = _Found(task, limits)
+    found.offer(*task.smallest())
+    bound, nodes, evaluations = _search(task, limits, found, tolerance)
+    fixed = _offer_fixed(task, found)
+    for plan in candidates:
+        damage.check_plan(plan)
+        found.offer(task.states_of(plan), plan.bits)
+    lost, states, bits = found.best
+    about = {
+        "kind": "budget",
+        "criterion": damage.criterion,
+        "measured": damage.measured,
+        **damage.origin,
+        "memory": memory,
+        "bytes_per_token": bytes_per_token,
+        "least": task.least,
+        "damage": lost,
+        "bound": min(bound, lost),
+        "tool": TOOL,
+    }
+    plan = task.plan(states, bits, about)
+    return BudgetResult(
+        plan=plan,
+        damage=lost,
+        bound=min(bound, lost),
+        gap=(lost - min(bound, lost)) / lost if lost else 0.0,
+        memory=sizes.plan_bytes(plan),
+        bytes_per_token=sizes.bytes_per_token(plan, frequency),
+        fixed=fixed,
+        nodes=nodes,
+        evaluations=evaluations,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Found:
+    """The best choice within the limits so far; nothing else is let in."""
+
+    def __init__(self, task: Task, limits: Limits) -> None:
+        self.task, self.limits = task, limits
+        self.best: tuple[float, np.ndarray, dict[str, int]]
+        self._lost = float("inf")
+
+    def offer(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
+        """Take it if it loses less and keeps to the limits; whether it keeps to them."""
+        lost = self.task.damage.of_states(states, bits)
+        fits = self.fits(states, bits)
+        if fits and lost < self._lost:
+            self._lost, self.best = lost, (lost, states, dict(bits))
+        return fits
+
+    def fits(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
+        limits, sizes = self.limits, self.task.sizes
+        plan = self.task.plan(states, bits, {})
+        if limits.memory is not None and sizes.plan_bytes(plan) > limits.memory:
+            return False
+        if limits.bytes_per_token is None:
+            return True
+        return self.read(states, bits) <= limits.bytes_per_token
+
+    def read(self, states: np.ndarray, bits: Mapping[str, int]) -> int:
+        """Bytes that a token reads."""
+        plan = self.task.plan(states, bits, {})
+        return self.task.sizes.bytes_per_token(plan, self.limits.frequency)
+
+
+def _search(
+    task: Task, limits: Limits, found: _Found, tolerance: float
+) -> tuple[float, int, int]:
+    """Offer what the solver finds; the bound, and the nodes and evaluations it took."""
+    bound, nodes, evaluations = 0.0, 0, 0
+    states = np.full(task.damage.drop.shape, LARGE, np.int8)
+    if limits.memory is not None:
+        solution = solve(task.problem(limits.memory, None), tolerance=tolerance)
+        assert solution is not None
+        states = solution.states
+        if found.offer(states, task.bits_of(solution.picked)):
+            return solution.bound, solution.nodes, solution.evaluations
+        bound, nodes = solution.bound, solution.nodes
+        evaluations = solution.evaluations
+    if limits.bytes_per_token is None:
+        return bound, nodes, evaluations
+    chosen = frequencies(task.damage, limits.frequency)
+    limit = limits.bytes_per_token - 1  # what is read is rounded
+    before = 0.0
+    for _ in range(_ROUNDS):
+        form = TokenForm.around(states, chosen, task.sizes, task.damage.low_bits)
+        problem = task.problem(limits.memory, (limit, form))
+        solution = solve(problem, tolerance=tolerance)
+        if solution is None:
+            break
+        nodes += solution.nodes
+        evaluations += solution.evaluations
+        states, bits = solution.states, task.bits_of(solution.picked)
+        bound = solution.bound
+        fits = found.offer(states, bits)
+        if fits and abs(solution.cost - before) <= tolerance * before:
+            break
+        before = solution.cost
+        over = found.read(states, bits) - limits.bytes_per_token
+        if 0 < over <= _SMALL_EXCESS * limits.bytes_per_token:
+            limit -= over
+    return bound, nodes, evaluations
+
+
+def _offer_fixed(task: Task, found: _Found) -> dict[str, float]:
+    """Offer plans by rule; the damage of those at the widths found so far."""
+    own = found.best[2]
+    memory = found.limits.memory
+    low, high = task.pair
+    named: dict[str, float] = {}
+    for bits in width_sets(task.classes, own):
+        decided = task.sizes.rest + sum(
+            task.classes[name][width] for name, width in bits.items()
+        )
+        most = task.damage.drop.size * high
+        room = most if memory is None else memory - decided
+        for name, states in fixed_states(task.damage, room, low, high, task.least):
+            lost = task.damage.of_states(states, bits)
+            if bits == own and found.fits(states, bits):
+                named[name] = lost
+            if lost < found.best[0]:
+                found.offer(states, bits)
+    return named
