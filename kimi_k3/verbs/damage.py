@@ -1,0 +1,154 @@
+"""``kimi-k3 damage``: what every choice of a plan costs, measured."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .printing import add_json_argument
+from .progress_lines import ProgressLines, bytes_text, duration_text
+from .verb import Verb
+
+if TYPE_CHECKING:
+    from ..planning.damage_table import DamageTable
+    from ..planning.measure_damage import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a checkpoint folder in Moonshot's own format")
+    parser.add_argument(
+        "calibration", help="the folder of a finished calibration of it, with moments"
+    )
+    parser.add_argument(
+        "--low-bits",
+        type=int,
+        nargs="+",
+        default=[2, 3],
+        metavar="BITS",
+        help="widths of the low bank to measure (default: 2 3)",
+    )
+    parser.add_argument(
+        "--experts-per-layer",
+        type=int,
+        metavar="N",
+        help="experts to quantise in each layer, spread over the ranking; the others "
+        "get the layer's mean (default: 16)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="rows of a matrix to quantise at most, spread over it (default: 1024)",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="where to (default: CALIBRATION/damage.npz)"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="discard what was measured before and start over",
+    )
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..planning.damage_table import FILE_NAME
+    from ..planning.measure_damage import EXPERTS, ROWS, measure_damage
+
+    lines, experts, rows = _Lines(), options.experts_per_layer, options.rows
+    try:
+        table = measure_damage(
+            options.source,
+            options.calibration,
+            low_bits=options.low_bits,
+            experts_per_layer=EXPERTS if experts is None else experts,
+            rows=ROWS if rows is None else rows,
+            out=options.out,
+            restart=options.restart,
+            progress=lines.layer,
+            tell=lines.note,
+        )
+    except KeyboardInterrupt:
+        lines.note(
+            "stopped. Go on with the same command: finished layers are kept in "
+            f"{options.calibration}."
+        )
+        return 130
+    finally:
+        lines.end()
+    out = Path(options.out or Path(options.calibration) / FILE_NAME)
+    if options.json:
+        document = {
+            "out": str(out),
+            "low_bits": list(table.low_bits),
+            "low": _low_damage(table),
+            "classes": {
+                name: dict(zip(map(str, table.bits), map(float, row), strict=True))
+                for name, row in zip(table.classes, table.classes_damage, strict=True)
+            },
+            "digest": table.digest,
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        print(_text(table, out))
+    return 0
+
+
+def _low_damage(table: "DamageTable") -> dict[str, float]:
+    """Low width → mean damage of a layer all of whose experts have it."""
+    means = table.low.sum(axis=2).mean(axis=1)
+    return {
+        str(bits): float(mean) for bits, mean in zip(table.low_bits, means, strict=True)
+    }
+
+
+def _text(table: "DamageTable", out: Path) -> str:
+    low = ", ".join(
+        f"{mean:.3f} at {bits} bits" for bits, mean in _low_damage(table).items()
+    )
+    width = max(map(len, table.classes))
+    lines = [
+        f"{out}: {len(table.layers)} layers. Dropping all experts of a layer has damage "
+        f"1; a low bank of all of them {low}.",
+        "",
+        f"{'damage of a class at':<{width}}  "
+        + "  ".join(f"{bits:>7} b" for bits in table.bits[1:]),
+    ]
+    for name, row in zip(table.classes, table.classes_damage, strict=True):
+        lines.append(
+            f"{name:<{width}}  " + "  ".join(f"{value:9.2g}" for value in row[1:])
+        )
+    lines += ["", "`kimi-k3 plan` takes it with --criterion damage."]
+    return "\n".join(lines)
+
+
+class _Lines(ProgressLines):
+    """A line a layer."""
+
+    def layer(self, progress: "Progress") -> None:
+        """Show how far it is."""
+        width, left = len(str(progress.layers)), progress.seconds_left
+        speed = progress.bytes_done / max(progress.seconds, 1e-9)
+        parts = [
+            f"layer {progress.layer + 1:{width}} of {progress.layers}",
+            f"{bytes_text(progress.bytes_done)} at {bytes_text(speed)}/s",
+            f"{duration_text(progress.seconds)} gone",
+        ]
+        if left is not None:
+            parts.append(f"{duration_text(left)} left")
+        self.step("  ".join(parts))
+
+
+VERB = Verb(
+    "measure what dropping experts and each width would cost, for `kimi-k3 plan`",
+    "  kimi-k3 damage ./Kimi-K3 ./calibration\n"
+    "  kimi-k3 damage ./Kimi-K3 ./calibration --low-bits 2 3 4 --experts-per-layer 32\n\n"
+    "CALIBRATION must have been made of this source, with moments. The source is read\n"
+    "once, a layer at a time. Of every expert the share of what its layer's experts\n"
+    "write is computed, which is what dropping it costs; some experts of each layer,\n"
+    "and every class of other matrices, are quantised as a conversion would do it, and\n"
+    "the errors weighed with what each matrix was seen to read. Dropping all experts of\n"
+    "a layer has damage 1. Stopped, the same command goes on where it was.\n",
+    add_arguments,
+    run,
+)
