@@ -81,13 +81,13 @@ def retained(
 ) -> dict[str, Any]:
     """By a loop over layers, banks and experts."""
     score = table.score("relative", weights)
-    shares = {"high": [], "low": []}
+    shares: dict[str, list[float]] = {"high": [], "low": []}
     for row, layer in enumerate(table.layers.tolist()):
         total = sum(score[row].tolist())
         for bank, held in shares.items():
             kept = getattr(plan.layers[layer], bank)
             held.append(sum(score[row, expert] for expert in kept) / total)
-    both = np.add(*shares.values()).tolist()
+    both = np.add(shares["high"], shares["low"]).tolist()
     return {
         "high": np.mean(shares["high"]),
         "low": np.mean(shares["low"]),
@@ -297,5 +297,5 @@ def test_bars(counts: tuple[int, int, int], drawn: str) -> None:
 
 def test_every_bar_has_its_width() -> None:
     rng = np.random.default_rng(0)
-    for counts in rng.multinomial(896, [0.1, 0.3, 0.6], 200):
-        assert len(bar(LayerFigures(1, *counts.tolist(), 0, 0))) == BAR
+    for high, low, dropped in rng.multinomial(896, [0.1, 0.3, 0.6], 200).tolist():
+        assert len(bar(LayerFigures(1, high, low, dropped, 0, 0))) == BAR

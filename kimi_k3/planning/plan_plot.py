@@ -53,7 +53,7 @@ def draw(
 
     Raises MissingPackageError without matplotlib.
     """
-    fates = _sorted_fates(plan, table.score(report.criterion, report.weights))
+    fates = sorted_fates(plan, table.score(report.criterion, report.weights))
     pictures = {
         "allocation": partial(_allocation, report=report, fates=fates),
         "layers": partial(_layers, report=report),
@@ -62,7 +62,7 @@ def draw(
     return draw_pictures(pictures, folder, PlanError)
 
 
-def _sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
+def sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
     """(L, E): HIGH, LOW or DROPPED of each layer's experts, the most salient first."""
     fates = np.full(score.shape, DROPPED)
     for row, layer in enumerate(plan.layers.values()):
