@@ -12,6 +12,7 @@ import tiny_k3
 from closeness import assert_same, relative_error, to_numpy
 from golden_data import case_folders, read_stored
 from loading import load_float32
+from two_bank_copy import write_two_bank_copy
 
 from kimi_k3.checkpoint import mxfp4
 from kimi_k3.checkpoint.source_layout import source_tensors
@@ -20,7 +21,6 @@ from kimi_k3.errors import ConfigError
 from kimi_k3.nano import random_checkpoint
 from kimi_k3.nano.config import NANO_CONFIG
 from kimi_k3.nano.random_checkpoint import random_tensors, write_random_checkpoint
-from kimi_k3.nano.two_bank_copy import uneven_banks, write_two_bank_copy
 
 STORED_TYPES = {"BF16": mx.bfloat16, "F32": mx.float32, "U8": mx.uint8}
 TOKENS = mx.array([[7, 300, 12, 99, 5, 250, 31, 8]])
@@ -163,9 +163,9 @@ def test_a_folder_with_a_checkpoint_is_left_alone(t1, wide_t1):
     before = {path: path.stat().st_mtime_ns for path in t1.iterdir()}
     with pytest.raises(ConfigError, match=r"already holds a config\.json"):
         write_random_checkpoint(t1, tiny_k3.t1_config())
-    plan = uneven_banks(ModelArgs.from_dict(read_config(wide_t1)).text_config)
+    keep = tiny_k3.t2_keep()
     with pytest.raises(ConfigError, match=r"already holds a config\.json"):
-        write_two_bank_copy(wide_t1, t1, keep=plan[0], high=plan[1])
+        write_two_bank_copy(wide_t1, t1, keep=keep, high=dict.fromkeys(keep, 0))
     assert {path: path.stat().st_mtime_ns for path in t1.iterdir()} == before
 
 
@@ -311,13 +311,3 @@ def test_narrow_experts_have_no_low_bank(t1, tmp_path):
     keep = tiny_k3.t2_keep()
     with pytest.raises(ConfigError, match="width 32 cannot be stored in groups of 64"):
         write_two_bank_copy(t1, tmp_path, keep=keep, high=dict.fromkeys(keep, 2))
-
-
-def test_uneven_banks_of_nano():
-    text = ModelArgs.from_dict(NANO_CONFIG).text_config
-    keep, high = uneven_banks(text)
-    counts = [len(kept) for kept in keep.values()]
-    assert len(set(counts)) == 4
-    assert min(counts) >= text.num_experts_per_token
-    assert [layer for layer in high if high[layer] == 0] == [2]
-    assert all(kept != tuple(sorted(kept)) for kept in keep.values())

@@ -4,7 +4,7 @@ T0  hidden 64, 5 layers (KDA, KDA, KDA, MLA, KDA), 16 experts top-4, float32, in
 T1  the same sizes in the source format: folder with 3 shards, vision keys, A_log of 4
     heads stored with 6 entries
 T2  a graded two-bank build made from a T1 whose experts are 64 wide: 12, 9, 16 and 7
-    experts a layer, the third MoE layer with one bank
+    experts a layer, the third MoE layer with one bank; in the published builds' format
 TK  tokenizer folder: 256 byte ranks and some merges, 256 control ids above them
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+from two_bank_copy import write_two_bank_copy
 
 from kimi_k3.nano.config import small_config
 from kimi_k3.nano.random_checkpoint import random_values, write_random_checkpoint
 from kimi_k3.nano.tokenizer_files import write_tokenizer
-from kimi_k3.nano.two_bank_copy import write_two_bank_copy
 
 VOCAB = 576
 

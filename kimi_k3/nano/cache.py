@@ -14,14 +14,17 @@ from tempfile import mkdtemp
 from typing import Any
 
 from .. import __version__
-from ..config import ModelArgs
+from ..conversion.convert import convert
 from ..errors import KimiK3Error
 from . import NANO_FOLDER
-from .config import NANO_CONFIG
 from .random_checkpoint import write_json
-from .two_bank_copy import uneven_banks, write_two_bank_copy
 
 _FOLDER, _TWO_BANK, _STAMP = "nano-demo", "nano-two-bank", "stamp.json"
+
+#: Made from what the nano does with text of its five domains, in the repository's root:
+#: kimi-k3 calibrate kimi_k3/nano/checkpoint --samples benchmarks/nano/mix.toml --out CAL
+#: kimi-k3 plan CAL --source kimi_k3/nano/checkpoint --memory 0.0022 --bits 8 --out PLAN
+DEMO_PLAN = Path(__file__).parent / "demo-plan.json"
 
 #: What earlier demos kept there as well.
 _FORMER = ("nano",)
@@ -65,8 +68,7 @@ def demo_folders(cache_dir: str | Path) -> DemoFolders:
 
 
 def _build(folder: Path, recipe: str) -> None:
-    keep, high = uneven_banks(ModelArgs.from_dict(NANO_CONFIG).text_config)
-    write_two_bank_copy(NANO_FOLDER, folder / _TWO_BANK, keep=keep, high=high)
+    convert(NANO_FOLDER, folder / _TWO_BANK, DEMO_PLAN)
     write_json(folder / _STAMP, {"recipe": recipe, "files": _checksums(folder)})
 
 
@@ -98,11 +100,15 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _recipe() -> str:
-    """Changes with the version, the nano and the code that writes the copy."""
+    """Changes with the version, the nano, the plan and the code that writes the copy."""
     package = Path(__file__).parent.parent
     code = hashlib.sha256(__version__.encode())
-    for path in sorted([*package.glob("nano/*.py"), *package.glob("checkpoint/*.py")]):
+    rooms = ("nano", "checkpoint", "planning", "conversion")
+    for path in sorted(
+        path for room in rooms for path in (package / room).glob("*.py")
+    ):
         code.update(path.read_bytes())
+    code.update(DEMO_PLAN.read_bytes())
     for path in sorted(NANO_FOLDER.iterdir()):
         code.update(path.read_bytes())
     return code.hexdigest()

@@ -103,8 +103,10 @@ def run_demo(
 
     say("1. The stock command, on the format of Moonshot's own release:")
     generations = [_generate(folders.plain, on, say)]
-    say("2. The same, on a two-bank copy (other expert counts in each layer), pruned")
-    say("   without a look at what its experts do, so it may answer worse:")
+    say(
+        "2. The same, on a copy of 61 % of the size: a quarter of the experts dropped, as"
+    )
+    say("   many of a layer as it can spare, and a quarter of the others in 2 bits:")
     generations.append(_generate(folders.two_bank, on, say))
 
     say("3. Which class mlx-lm loads for these folders:")

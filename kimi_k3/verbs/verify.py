@@ -5,12 +5,8 @@ import sys
 import time
 
 from .printing import add_json_argument, print_report
+from .progress_lines import ProgressLines, bytes_text, duration_text
 from .verb import Verb
-
-#: Seconds between two states of the moving line.
-_EVERY = 0.2
-
-_WIDTH = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,38 +45,37 @@ def run(options: argparse.Namespace) -> int:
         options.source,
         experts=options.experts,
         seed=options.seed,
-        progress=_Line() if sys.stderr.isatty() else None,
+        progress=_Progress(),
     )
     print_report(report, options.json)
     return 0 if report.passed else 1
 
 
-class _Line:
-    """One line on a terminal for each thing that is read: share done, time left."""
+class _Progress:
+    """A line for each thing that is read: share done, time left."""
 
     def __init__(self) -> None:
+        self._lines = ProgressLines()
         self._what = ""
-        self._started = self._next = 0.0
+        self._started = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
         if what != self._what:
-            self._what, self._started, self._next = what, now, 0.0
-        if now < self._next and done < total:
-            return
-        self._next = now + _EVERY
-        end = "\n" if done >= total else ""
+            self._what, self._started = what, now
         line = progress_text(what, done, total, now - self._started)
-        print(f"\r{line:<{_WIDTH}}", end=end, file=sys.stderr, flush=True)
+        if done < total:
+            self._lines.moving(line)
+        elif sys.stderr.isatty():
+            self._lines.step(line)
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
-    """What is read, the share that has been, and what is left at this speed."""
-    text = f"{what} {done / max(total, 1):4.0%} of {total / 1e9:,.1f} GB"
+    """What is read, the share that has been, and the time left at this speed."""
+    text = f"{what} {done / max(total, 1):4.0%} of {bytes_text(total)}"
     if done and seconds >= 1:
-        minutes, rest = divmod(round(seconds * (total - done) / done), 60)
-        hours, minutes = divmod(minutes, 60)
-        text += f"  {hours}:{minutes:02}:{rest:02} left"
+        left = seconds * (total - done) / done
+        text += f" at {bytes_text(done / seconds)}/s  {duration_text(left)} left"
     return text
 
 

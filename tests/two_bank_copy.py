@@ -1,4 +1,4 @@
-"""Write a pruned two-bank copy of a small source checkpoint, for the demo and tests.
+"""Write a pruned two-bank copy of a small source checkpoint in the published format.
 
 The result has the layout of the published graded builds: no ``language_model.``
 prefix, other expert counts from layer to layer, and the kept experts of a layer in
@@ -16,35 +16,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoint.shard_index import INDEX, read_index
-from ..checkpoint.source_layout import layer_prefix
-from ..config import ModelArgs, TextArgs
-from ..errors import CheckpointError, ConfigError
-from .random_checkpoint import write_json, write_shards
+from kimi_k3.checkpoint.shard_index import INDEX, read_index
+from kimi_k3.checkpoint.source_layout import layer_prefix
+from kimi_k3.config import ModelArgs, TextArgs
+from kimi_k3.errors import CheckpointError, ConfigError
+from kimi_k3.nano.random_checkpoint import write_json, write_shards
 
 HIGH = {"mode": "mxfp4", "group_size": 32, "bits": 4}
 LOW = {"mode": "affine", "group_size": 64, "bits": 2}
 
 _MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def uneven_banks(
-    text: TextArgs,
-) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
-    """A ``keep`` and ``high`` for :func:`write_two_bank_copy` that differ by layer.
-
-    Every fourth MoE layer keeps all experts, the others an eighth, two or three eighths
-    fewer, in an order that is not the source's; a third of them are in the high bank.
-    The second MoE layer has one bank.
-    """
-    keep: dict[int, tuple[int, ...]] = {}
-    high: dict[int, int] = {}
-    total = text.num_experts
-    for place, layer in enumerate(_moe_layers(text)):
-        count = max(text.num_experts_per_token, total - place % 4 * (total // 8))
-        keep[layer] = tuple((place - expert) % total for expert in range(count))
-        high[layer] = 0 if place == 1 else count // 3
-    return keep, high
 
 
 def write_two_bank_copy(
