@@ -12,7 +12,7 @@ from .budget_problem import LARGE, OFF, SMALL, Option, Problem
 from .budget_tokens import TokenForm
 from .damage import Damage
 from .expert_plan import HIGH, LOW_GROUP, ExpertPlan, LayerPlan
-from .matrix_classes import CLASS_BITS
+from .matrix_classes import CLASS_BITS, refuse_unknown_classes
 from .plan_sizes import EMBEDDING, SourceSizes
 
 
@@ -197,10 +197,7 @@ def _class_widths(
             f"classes may have {sorted(allowed)} bits, {dict(fixed)} in particular; wanted "
             f"some of {', '.join(map(str, CLASS_BITS))}."
         )
-    if unknown := sorted(set(fixed) - set(sizes.classes)):
-        raise PlanError(
-            f"no class is called {unknown[0]}; there are {', '.join(sizes.classes)}."
-        )
+    refuse_unknown_classes(fixed, sizes.classes)
     found = {}
     for name, nbytes in sizes.classes.items():
         wanted = {fixed[name]} if name in fixed else set(allowed)

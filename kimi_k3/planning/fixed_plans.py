@@ -15,6 +15,7 @@ from ..build.retention import layer_shares, round_half_up
 from ..build.saliency import TOOL, SaliencyTable
 from ..errors import PlanError
 from .expert_plan import HIGH, ExpertPlan, LayerPlan
+from .matrix_classes import refuse_unknown_classes
 from .plan_sizes import SourceSizes
 from .scores import check_source, checked_scores, ranking
 
@@ -26,10 +27,7 @@ Bits = Mapping[str, int]
 
 def all_classes(sizes: SourceSizes, bits: int, except_: Collection[str] = ()) -> Bits:
     """Every class at ``bits``, but those named; classes that have no such width stay."""
-    if unknown := sorted(set(except_) - set(sizes.classes)):
-        raise PlanError(
-            f"no class is called {unknown[0]}; there are {', '.join(sizes.classes)}."
-        )
+    refuse_unknown_classes(except_, sizes.classes)
     return {
         name: bits
         for name, found in sizes.classes.items()
@@ -181,10 +179,7 @@ def decided_bytes(sizes: SourceSizes, bits: Bits) -> int:
 
     Raises PlanError for a class that the checkpoint has not.
     """
-    if unknown := sorted(set(bits) - set(sizes.classes)):
-        raise PlanError(
-            f"no class is called {unknown[0]}; there are {', '.join(sizes.classes)}."
-        )
+    refuse_unknown_classes(bits, sizes.classes)
     classes = (
         found.get(bits.get(name, 16), found[16])
         for name, found in sizes.classes.items()
