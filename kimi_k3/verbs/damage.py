@@ -5,13 +5,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import PlanError
 from .printing import add_json_argument
 from .progress_lines import ProgressLines, bytes_text, duration_text
 from .verb import Verb
 
+#: The file of probes in a calibration's folder.
+PROBES = "probes.npz"
+
 if TYPE_CHECKING:
     from ..planning.damage_table import DamageTable
     from ..planning.measure_damage import Progress
+    from ..planning.probe_damage import Pass
+    from ..planning.probe_table import ProbeTable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of a matrix to quantise at most, spread over it (default: 1024)",
     )
     parser.add_argument(
+        "--probes",
+        choices=("on", "off"),
+        default="on",
+        help="also change one part of the model after the other and see how far its "
+        "answers move (default: on)",
+    )
+    parser.add_argument(
+        "--probe-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of the calibration to look at then (default: 4096)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        default=64,
+        metavar="GB",
+        help="hidden states of probes to hold at once (default: 64)",
+    )
+    parser.add_argument(
         "--out", metavar="FILE", help="where to (default: CALIBRATION/damage.npz)"
     )
     parser.add_argument(
@@ -68,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
             progress=lines.layer,
             tell=lines.note,
         )
+        probes = _probes(options, table, lines) if options.probes == "on" else None
     except KeyboardInterrupt:
         lines.note(
             "stopped. Go on with the same command: finished layers are kept in "
@@ -87,11 +114,61 @@ def run(options: argparse.Namespace) -> int:
                 for name, row in zip(table.classes, table.classes_damage, strict=True)
             },
             "digest": table.digest,
+            "probes": None if probes is None else probes.digest,
         }
         print(json.dumps(document, indent=2))
     else:
         print(_text(table, out))
+        if probes is not None:
+            print(f"\n{_probes_text(probes, options.calibration)}")
+        print("\n`kimi-k3 plan` takes it with --criterion damage.")
     return 0
+
+
+def _probes(
+    options: argparse.Namespace, table: "DamageTable", lines: "_Lines"
+) -> "ProbeTable":
+    from ..planning.probe_damage import TOKENS, measure_probes
+
+    if not 0 < options.memory_limit < float("inf"):
+        raise PlanError(
+            f"--memory-limit is {options.memory_limit:g}; wanted GB above 0."
+        )
+    tokens = options.probe_tokens
+    return measure_probes(
+        options.source,
+        options.calibration,
+        table,
+        tokens=TOKENS if tokens is None else tokens,
+        memory=int(options.memory_limit * 1e9),
+        restart=options.restart,
+        progress=lines.probes,
+    )
+
+
+def _probes_text(probes: "ProbeTable", calibration: str) -> str:
+    """What the probes saw, over all corpora as they were recorded."""
+    width = max(map(len, probes.classes))
+    lines = [
+        f"{calibration}/{PROBES}: {int(probes.tokens.sum()):,} tokens; how far the next "
+        "token's distribution moves, KL in nats:",
+        "",
+        f"{'a class at':<{width}}  "
+        + "  ".join(f"{bits:>7} b" for bits in probes.bits),
+    ]
+    of_class = probes.mean(probes.class_divergence, None)
+    for name, row in zip(probes.classes, of_class, strict=True):
+        lines.append(f"{name:<{width}}  " + "  ".join(f"{value:9.2g}" for value in row))
+    lines += ["", f"{'a layer':<{width}}      half dropped   all in the low bank"]
+    drop = probes.mean(probes.drop_divergence, None)
+    low = probes.mean(probes.low_divergence, None)
+    for at, layer in enumerate(probes.layers):
+        found = ", ".join(
+            f"{row[at]:.2g} at {bits} bits"
+            for bits, row in zip(probes.low_bits, low, strict=True)
+        )
+        lines.append(f"{f'layer {layer}':<{width}}  {drop[at]:16.2g}   {found}")
+    return "\n".join(lines)
 
 
 def _low_damage(table: "DamageTable") -> dict[str, float]:
@@ -118,7 +195,6 @@ def _text(table: "DamageTable", out: Path) -> str:
         lines.append(
             f"{name:<{width}}  " + "  ".join(f"{value:9.2g}" for value in row[1:])
         )
-    lines += ["", "`kimi-k3 plan` takes it with --criterion damage."]
     return "\n".join(lines)
 
 
@@ -138,6 +214,15 @@ class _Lines(ProgressLines):
             parts.append(f"{duration_text(left)} left")
         self.step("  ".join(parts))
 
+    def probes(self, progress: "Pass") -> None:
+        """Show how far the probes are."""
+        self.step(
+            f"probes, pass {progress.number} of {progress.passes}: layer "
+            f"{progress.layer} of {progress.layers}  "
+            f"{duration_text(progress.seconds)} gone  "
+            f"{duration_text(progress.seconds_left)} left"
+        )
+
 
 VERB = Verb(
     "measure what dropping experts and each width would cost, for `kimi-k3 plan`",
@@ -148,7 +233,11 @@ VERB = Verb(
     "write is computed, which is what dropping it costs; some experts of each layer,\n"
     "and every class of other matrices, are quantised as a conversion would do it, and\n"
     "the errors weighed with what each matrix was seen to read. Dropping all experts of\n"
-    "a layer has damage 1. Stopped, the same command goes on where it was.\n",
+    "a layer has damage 1. Then probes: each class of matrices at fewer bits, and each\n"
+    "layer's experts in a low bank or half of them dropped, one change at a time, while\n"
+    "text goes through; what the answers do tells how much each part matters. That\n"
+    "reads the source once more for as many probes as fit in memory. Stopped, the same\n"
+    "command goes on where it was.\n",
     add_arguments,
     run,
 )
