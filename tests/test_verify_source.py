@@ -24,7 +24,7 @@ from small_builds import (
 )
 
 import kimi_k3
-from kimi_k3.build import verify_source
+from kimi_k3.build import quantised_error, verify_source
 from kimi_k3.build.verify_report import VerifyReport
 from kimi_k3.conversion.convert import convert
 from kimi_k3.conversion.provenance import RECORD
@@ -462,6 +462,18 @@ def test_experts_are_drawn(copy: Path, source: Path) -> None:
 
 def flip_row(rows: np.ndarray, row: int) -> None:
     rows[row, 0] ^= 1
+
+
+def test_large_matrices_are_read_in_parts(
+    whole: Path, copy: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same figures, and a fault of a later part, with few rows at a time."""
+    want = kimi_k3.verify(whole, source).comparison
+    monkeypatch.setattr(quantised_error, "_VALUES", 5 * 64)
+    assert kimi_k3.verify(whole, source).comparison == want
+    patch(copy, "language_model.lm_head.scales", flip(-1, 1))
+    found = faults(kimi_k3.verify(copy, source))
+    assert "lm_head.weight (affine 6-bit group 64) has 1 of 576 groups more" in found
 
 
 def test_weighed_errors_hide_a_damaged_group(copy: Path, source: Path) -> None:

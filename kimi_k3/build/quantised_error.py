@@ -5,6 +5,7 @@ another one is wrong by about twice its own square, six times what the narrowest
 makes of it and more.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -18,6 +19,9 @@ ALLOWED = 3.0
 
 #: Of a group's own square; what rounding of the sums comes to.
 _ROUNDING = 1e-6
+
+#: Values of a matrix that are dense at a time.
+_VALUES = 1 << 24
 
 #: Up to this share of wrong groups a matrix is damaged; above, it is another matrix.
 _DAMAGED = 0.5
@@ -43,20 +47,27 @@ class QuantisedError:
 
 
 def quantised_error(
-    found: mx.array, dense: mx.array, stored: StoredFormat, *, weighed: bool
+    packed: Sequence[mx.array], dense: mx.array, stored: StoredFormat, *, weighed: bool
 ) -> QuantisedError:
-    """The error of ``found``, what a build's matrix stands for, to ``dense``.
+    """The error of ``packed``, a matrix of a build, to the source's ``dense``.
+
+    A part of the rows is made dense at a time, whatever the size of the matrix.
 
     Args:
-        found: (..., out, in), float32.
-        dense: the source's values, of the same shape.
-        stored: the format that the build has it in.
+        packed: codes, scales and biases of ``stored``, each (..., out, ·).
+        dense: (..., out, in).
         weighed: whether groups may be worse than ``mx.quantize`` makes them, because
             errors were weighed. If not, each group is looked at by itself.
     """
-    mine = _by_group(mx.square(found - dense.astype(mx.float32)), stored)
-    usual = _by_group(mx.square(_requantised(dense, stored) - dense), stored)
-    square = _by_group(mx.square(dense.astype(mx.float32)), stored)
+    columns = dense.shape[-1]
+    codes, scales, biases = (part.reshape(-1, part.shape[-1]) for part in packed)
+    dense = dense.reshape(-1, columns)
+    step = max(1, _VALUES // columns)
+    sums = [
+        _group_sums(codes[rows], scales[rows], biases[rows], dense[rows], stored)
+        for rows in (slice(at, at + step) for at in range(0, dense.shape[0], step))
+    ]
+    mine, usual, square = np.concatenate(sums, axis=1)
     error, total = float(mine.sum()), float(square.sum())
     result = QuantisedError(error, total)
     bad = ~(mine <= ALLOWED * usual + _ROUNDING * square)
@@ -75,12 +86,20 @@ def quantised_error(
     return result
 
 
-def _requantised(dense: mx.array, stored: StoredFormat) -> mx.array:
-    """``dense`` through ``mx.quantize`` with the scales of a build, bfloat16."""
-    codes, scales, biases = mx.quantize(dense.astype(mx.bfloat16), **stored.parameters)
-    return stored.dequantize(codes, scales, biases)
-
-
-def _by_group(values: mx.array, stored: StoredFormat) -> np.ndarray:
-    sums = values.reshape(-1, stored.group_size).sum(axis=-1)
-    return np.array(sums, np.float64)
+def _group_sums(
+    codes: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    dense: mx.array,
+    stored: StoredFormat,
+) -> np.ndarray:
+    """Squares in each group, (3, groups): error, that of ``mx.quantize``, the values."""
+    again = mx.quantize(dense.astype(mx.bfloat16), **stored.parameters)
+    dense = dense.astype(mx.float32)
+    squares = (
+        mx.square(stored.dequantize(codes, scales, biases) - dense),
+        mx.square(stored.dequantize(*again) - dense),
+        mx.square(dense),
+    )
+    sums = [part.reshape(-1, stored.group_size).sum(axis=-1) for part in squares]
+    return np.array(mx.stack(sums), np.float64)

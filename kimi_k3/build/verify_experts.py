@@ -125,7 +125,7 @@ class ExpertComparison:
         weighed = self.build.record.moments is not None
         errors = {
             matrix: quantised_error(
-                self._our_matrix(expert, matrix),
+                self._our_parts(expert, matrix),
                 self._source_matrix(expert.layer, expert.source, matrix),
                 self._format(expert),
                 weighed=weighed,
@@ -191,16 +191,21 @@ class ExpertComparison:
     def _weight(self, expert: Expert, matrix: str) -> str:
         return f"{self._bank(expert)[0]}.{matrix}.weight"
 
-    def _our_matrix(
+    def _our_parts(
         self, expert: Expert, matrix: str, rows: int | None = None
-    ) -> mx.array:
+    ) -> list[mx.array]:
+        """Codes and scales, of the low bank also biases; the first ``rows`` of them."""
         module, row = self._bank(expert)
-        parts = [
+        return [
             self.ours.array(f"{module}.{matrix}.{suffix}", row, rows)
             for suffix in self._suffixes(expert)
         ]
-        biases = parts[2] if expert.low else None
-        return self._format(expert).dequantize(parts[0], parts[1], biases)
+
+    def _our_matrix(self, expert: Expert, matrix: str, rows: int) -> mx.array:
+        """The first ``rows`` of a matrix, dense in float32."""
+        codes, scales, *biases = self._our_parts(expert, matrix, rows)
+        stored = self._format(expert)
+        return stored.dequantize(codes, scales, biases[0] if biases else None)
 
     def _source_matrix(
         self, layer: int, expert: int, matrix: str, rows: int | None = None

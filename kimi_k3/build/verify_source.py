@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import mlx.core as mx
+
 from ..conversion.build_config import build_config
 from ..conversion.provenance import RECORD, ShardRecord
 from ..conversion.side_files import without_code
@@ -171,6 +173,8 @@ class SourceComparison:
                 yield from self._layer_router(layer)
             where = "no layer" if layer is None else f"layer {layer}"
             yield from _few(self._layer_tensors(layer), f"tensors of {where}")
+            # Or MLX keeps the memory for arrays of the same size, which may not come.
+            mx.clear_cache()
         for kind, wanted in self._wanted().items():
             if wanted:
                 yield Check(kind, self._looked[kind], _UNITS[kind], wanted)

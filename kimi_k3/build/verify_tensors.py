@@ -126,9 +126,8 @@ class TensorComparison:
         names = [f"{module}.{suffix}" for suffix in ("weight", "scales", "biases")]
         if not self.build.as_planned.issuperset(names):
             return
-        codes, scales, biases = (self.ours.array(name) for name in names)
         found = quantised_error(
-            stored.dequantize(codes, scales, biases),
+            [self.ours.array(name) for name in names],
             wanted,
             stored,
             weighed=self.build.record.moments is not None,
