@@ -13,7 +13,8 @@ import numpy as np
 
 from ..build.saliency import TOOL
 from .budget_fixed import fixed_states, width_sets
-from .budget_problem import LARGE
+from .budget_problem import LARGE, Solution
+from .budget_proof import proven_bound
 from .budget_solver import TOLERANCE, solve
 from .budget_task import Limits, Task
 from .budget_tokens import TokenForm, frequencies
@@ -25,9 +26,9 @@ from .plan_sizes import SourceSizes
 #: Rounds of taking what a token reads as a sum around the last choice.
 _ROUNDS = 8
 
-#: Relative: by less than this a round may miss the limit on bytes per token for good, and
-#: the next aims lower by as much.
-_SMALL_EXCESS = 3e-4
+#: A round that misses the limit on bytes per token by less than this (relative), or comes
+#: so late, may miss it for good: the next aims lower by as much.
+_SMALL_EXCESS, _TURNS = 3e-4, 2
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class BudgetResult:
     Attributes:
         plan: within the limits.
         damage: predicted, :meth:`Damage.of_plan`.
-        bound: no choice within the limits has less. With a limit on bytes per token:
-            none within that limit as a sum (:mod:`.budget_tokens`).
+        bound: no plan within the limits has less.
         gap: (damage − bound) / damage.
+        solver_gap: the same of the last problem that the solver was given, in which what
+            a token reads is a sum (:mod:`.budget_tokens`).
         memory: bytes of the build. bytes_per_token: that a decoded token reads.
         fixed: plans by rule at the same widths of the classes → their damage; those that
             break a limit are left out.
@@ -50,6 +52,7 @@ class BudgetResult:
     damage: float
     bound: float
     gap: float
+    solver_gap: float
     memory: int
     bytes_per_token: int
     fixed: Mapping[str, float]
@@ -94,12 +97,13 @@ def budget_plan(
     task.check_possible(limits)
     found = _Found(task, limits)
     found.offer(*task.smallest())
-    bound, nodes, evaluations = _search(task, limits, found, tolerance)
+    search = _search(task, limits, found, tolerance)
     fixed = _offer_fixed(task, found)
     for plan in candidates:
         damage.check_plan(plan)
         found.offer(task.states_of(plan), plan.bits)
     lost, states, bits = found.best
+    bound = min(search.bound, lost)
     about = {
         "kind": "budget",
         "criterion": damage.criterion,
@@ -109,20 +113,21 @@ def budget_plan(
         "bytes_per_token": bytes_per_token,
         "least": task.least,
         "damage": lost,
-        "bound": min(bound, lost),
+        "bound": bound,
         "tool": TOOL,
     }
     plan = task.plan(states, bits, about)
     return BudgetResult(
         plan=plan,
         damage=lost,
-        bound=min(bound, lost),
-        gap=(lost - min(bound, lost)) / lost if lost else 0.0,
+        bound=bound,
+        gap=(lost - bound) / lost if lost else 0.0,
+        solver_gap=search.solver_gap,
         memory=sizes.plan_bytes(plan),
         bytes_per_token=sizes.bytes_per_token(plan, frequency),
         fixed=fixed,
-        nodes=nodes,
-        evaluations=evaluations,
+        nodes=search.nodes,
+        evaluations=search.evaluations,
         seconds=time.perf_counter() - started,
     )
 
@@ -158,43 +163,59 @@ class _Found:
         return self.task.sizes.bytes_per_token(plan, self.limits.frequency)
 
 
-def _search(
-    task: Task, limits: Limits, found: _Found, tolerance: float
-) -> tuple[float, int, int]:
-    """Offer what the solver finds; the bound, and the nodes and evaluations it took."""
-    bound, nodes, evaluations = 0.0, 0, 0
+@dataclass
+class _Search:
+    """What solving told: bounds, and what it took."""
+
+    bound: float = 0.0
+    solver_gap: float = 0.0
+    nodes: int = 0
+    evaluations: int = 0
+
+    def count(self, solution: Solution) -> None:
+        self.solver_gap = solution.gap
+        self.nodes += solution.nodes
+        self.evaluations += solution.evaluations
+
+
+def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Search:
+    """Offer what the solver finds."""
+    result = _Search()
     states = np.full(task.damage.drop.shape, LARGE, np.int8)
     if limits.memory is not None:
         solution = solve(task.problem(limits.memory, None), tolerance=tolerance)
         assert solution is not None
+        result.count(solution)
+        # With one limit more, no plan can lose less.
+        result.bound = solution.bound
         states = solution.states
         if found.offer(states, task.bits_of(solution.picked)):
-            return solution.bound, solution.nodes, solution.evaluations
-        bound, nodes = solution.bound, solution.nodes
-        evaluations = solution.evaluations
+            return result
     if limits.bytes_per_token is None:
-        return bound, nodes, evaluations
-    chosen = frequencies(task.damage, limits.frequency)
+        return result
+    frequency = frequencies(task.damage, limits.frequency)
     limit = limits.bytes_per_token - 1  # what is read is rounded
-    before = 0.0
-    for _ in range(_ROUNDS):
-        form = TokenForm.around(states, chosen, task.sizes, task.damage.low_bits)
+    before, prices = 0.0, None
+    for number in range(_ROUNDS):
+        form = TokenForm.around(states, frequency, task.sizes, task.damage.low_bits)
         problem = task.problem(limits.memory, (limit, form))
         solution = solve(problem, tolerance=tolerance)
         if solution is None:
             break
-        nodes += solution.nodes
-        evaluations += solution.evaluations
+        result.count(solution)
+        prices = solution.prices
         states, bits = solution.states, task.bits_of(solution.picked)
-        bound = solution.bound
         fits = found.offer(states, bits)
         if fits and abs(solution.cost - before) <= tolerance * before:
             break
         before = solution.cost
         over = found.read(states, bits) - limits.bytes_per_token
-        if 0 < over <= _SMALL_EXCESS * limits.bytes_per_token:
-            limit -= over
-    return bound, nodes, evaluations
+        if number >= _TURNS or 0 < over <= _SMALL_EXCESS * limits.bytes_per_token:
+            limit = min(limit - over, limits.bytes_per_token - 1)
+    if prices is not None:
+        proven = proven_bound(task, limits, prices, states, frequency)
+        result.bound = max(result.bound, proven)
+    return result
 
 
 def _offer_fixed(task: Task, found: _Found) -> dict[str, float]:

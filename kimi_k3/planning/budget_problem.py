@@ -87,6 +87,7 @@ class Solution:
         states: (R, N) int8. picked: option of each large choice.
         cost: of both.
         bound: no choice that keeps to the limits costs less.
+        prices: (K,) of each resource, about what one unit more of it would save.
         nodes: parts into which the search was split.
         evaluations: how often all items were gone through.
     """
@@ -95,6 +96,7 @@ class Solution:
     picked: tuple[int, ...]
     cost: float
     bound: float
+    prices: np.ndarray
     nodes: int
     evaluations: int
 

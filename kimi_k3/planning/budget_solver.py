@@ -59,6 +59,7 @@ class _Search:
         dearest += sum(max(o.cost for o in c) for c in problem.choices)
         self.dearest = float(dearest)
         limits = np.array(problem.limits, np.float64)
+        self.prices = np.zeros_like(limits)  # of the whole, before any split
         self.start = max(self.dearest, 1e-300) / np.maximum(limits, 1.0)
 
     def run(self) -> Solution | None:
@@ -75,7 +76,15 @@ class _Search:
         # Rounding of sums of this many terms must not lift the bound above the truth.
         bound -= 1e-13 * self.dearest
         evaluations = self.items.evaluations
-        return Solution(states, picked, cost, max(bound, 0.0), self.made, evaluations)
+        return Solution(
+            states,
+            picked,
+            cost,
+            max(bound, 0.0),
+            self.prices,
+            self.made,
+            evaluations,
+        )
 
     def _worth(self, value: float) -> bool:
         """Whether a part with this bound can hold something better."""
@@ -96,6 +105,8 @@ class _Search:
             return
         self.made += 1
         bound = self._bound(allowed, restrictions, cuts, prices)
+        if self.made == 1:
+            self.prices = bound.prices
         if bound.value > self.dearest * (1 + 1e-9):
             return
         self._try(bound, cuts, restrictions)

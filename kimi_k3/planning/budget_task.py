@@ -165,7 +165,7 @@ class Task:
                 if memory is not None:
                     uses.append(float(found[bits]))
                 if tokens is not None:
-                    uses.append(float(self._read(name, found[bits])))
+                    uses.append(float(self.read_of(name, found[bits])))
                 lost = damage.classes[name][bits]
                 options.append(Option(lost, tuple(uses)))
             choices.append(tuple(options))
@@ -177,7 +177,8 @@ class Task:
             for (name, found), at in zip(self.classes.items(), picked, strict=True)
         }
 
-    def _read(self, name: str, nbytes: int) -> int:
+    def read_of(self, name: str, nbytes: int) -> int:
+        """Bytes that a token reads of a class of ``nbytes``."""
         text = self.sizes.args.text_config
         if name == EMBEDDING and not text.tie_word_embeddings:
             return round(nbytes / text.vocab_size)

@@ -83,7 +83,7 @@ def plan_with(
         assumed: see :class:`~.plan_report.PlanReport`.
     """
     damage = _damage(request, table, folder, sizes)
-    bound = None
+    bound, by_rule = None, None
     if request.kind == "budget":
         found = budget_plan(
             damage,
@@ -96,7 +96,7 @@ def plan_with(
             allowed_bits=request.allowed_bits or CLASS_BITS,
             fixed_bits=request.class_bits(sizes),
         )
-        made, bound = found.plan, found.bound
+        made, bound, by_rule = found.plan, found.bound, found.fixed
     else:
         made = _by_rule(request, table, sizes, damage)
     report = plan_report(
@@ -107,6 +107,7 @@ def plan_with(
         weights=request.weights,
         damage=damage,
         bound=bound,
+        by_rule=by_rule,
         assumed=assumed,
     )
     return PlanResult(made, report, table)

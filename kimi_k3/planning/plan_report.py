@@ -5,7 +5,7 @@ are predictions, and say what from.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,8 @@ class DamageFigures:
         measured: from measured errors; else from saliency, and widths' usual errors.
         bound: no plan of this budget has less; None where none was sought.
         gap: damage - bound, as a share of the damage.
+        by_rule: plans by rule within the same limits, at the same widths of the classes
+            → their damage; empty where none were compared.
     """
 
     damage: float
@@ -132,6 +134,7 @@ class DamageFigures:
     criterion: str
     bound: float | None = None
     gap: float | None = None
+    by_rule: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,7 @@ def plan_report(
     weights: Mapping[str, float] | None = None,
     damage: Damage | None = None,
     bound: float | None = None,
+    by_rule: Mapping[str, float] | None = None,
     assumed: str = "",
 ) -> PlanReport:
     """Work the figures out.
@@ -225,7 +229,7 @@ def plan_report(
             which bank tokens read.
         criterion, weights: as :meth:`SaliencyTable.score` takes them.
         damage: to predict the plan's damage with.
-        bound: of a solver, in the same unit.
+        bound, by_rule: of a solver, in the same unit; see :class:`DamageFigures`.
         assumed: see :class:`PlanReport`.
 
     Raises PlanError for a plan of another checkpoint.
@@ -267,7 +271,7 @@ def plan_report(
             for name in table.corpora
         },
         weighted=_retained(kept, layers),
-        damage=None if damage is None else _damage(damage, plan, bound),
+        damage=None if damage is None else _damage(damage, plan, bound, by_rule),
         machines=predict(size.total, token.total),
     )
 
@@ -330,9 +334,16 @@ def _token(
     return TokenFigures(high, low, total - high - low)
 
 
-def _damage(damage: Damage, plan: ExpertPlan, bound: float | None) -> DamageFigures:
+def _damage(
+    damage: Damage,
+    plan: ExpertPlan,
+    bound: float | None,
+    by_rule: Mapping[str, float] | None,
+) -> DamageFigures:
     found = damage.of_plan(plan)
     gap = None
     if bound is not None:
         gap = max(0.0, found - bound) / found if found else 0.0
-    return DamageFigures(found, damage.measured, damage.criterion, bound, gap)
+    return DamageFigures(
+        found, damage.measured, damage.criterion, bound, gap, dict(by_rule or {})
+    )

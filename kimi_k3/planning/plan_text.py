@@ -215,6 +215,9 @@ def _damage(report: "PlanReport") -> list[str]:
             f"{'':16}no plan of this budget has less than {found.bound:.4g} "
             f"(gap {found.gap:.2%})"
         )
+    if found.by_rule:
+        name = min(found.by_rule, key=found.by_rule.__getitem__)
+        lines.append(f"{'':16}best rule at these widths: {name}, {found.by_rule[name]:.4g}")
     return lines
 
 
