@@ -7,6 +7,7 @@ bit for bit; what it quantises must be as near as its width allows.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,13 @@ class TensorComparison:
         self.source = source
         self.model = model
         self._theirs = StoredBytes(source)
+        self._names: dict[int | None, list[str]] = defaultdict(list)
+        self._vision: list[str] = []
+        for name in source.index.shard_of:
+            if name.startswith(OTHER_PARTS):
+                self._vision.append(name)
+            elif not _is_routed(name):
+                self._names[layer_of(name)].append(name)
         self._wanted = {
             tensor.name: tensor
             for shard in build.layout.shards
@@ -79,14 +87,13 @@ class TensorComparison:
 
     def nbytes(self, layer: int | None) -> int:
         """Bytes of the source that comparing ``layer`` reads."""
-        names = self._names(layer)
-        if layer is None:
-            names += self._vision()
+        vision = self._vision if layer is None else []
+        names = [*self._names[layer], *vision]
         return sum(self._theirs.nbytes(name) for name in names)
 
     def compare(self, layer: int | None) -> Iterator[Compared | Finding]:
         """Each parameter of ``layer`` that could be compared, and what is wrong."""
-        names = self._names(layer)
+        names = self._names[layer]
         stored: dict[str, mx.array] = {}
         for shard in sorted({self._theirs.shard(name) for name in names}):
             lazily = cast(dict[str, mx.array], mx.load(str(_path(self.source, shard))))
@@ -140,7 +147,7 @@ class TensorComparison:
             )
 
     def _compare_vision(self) -> Iterator[Compared | Finding]:
-        for name in self._vision():
+        for name in self._vision:
             if name not in self.build.as_planned:
                 continue
             found, wanted = self.ours.read(name), self._theirs.read(name)
@@ -157,18 +164,6 @@ class TensorComparison:
         if name.removesuffix(".weight") in self.build.formats:
             return QUANTISED
         return FLOAT32 if self._wanted[name].dtype == "F32" else BFLOAT16
-
-    def _names(self, layer: int | None) -> list[str]:
-        return [
-            name
-            for name in self.source.index.shard_of
-            if layer_of(name) == layer
-            and not name.startswith(OTHER_PARTS)
-            and not _is_routed(name)
-        ]
-
-    def _vision(self) -> list[str]:
-        return [n for n in self.source.index.shard_of if n.startswith(OTHER_PARTS)]
 
     def class_of(self, compared: Compared) -> str:
         """The class of matrices that a quantised parameter belongs to."""
