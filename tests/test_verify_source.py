@@ -26,9 +26,11 @@ from small_builds import (
 import kimi_k3
 from kimi_k3.build import quantised_error, verify_source
 from kimi_k3.build.verify_report import VerifyReport
+from kimi_k3.cli import main
 from kimi_k3.conversion.convert import convert
 from kimi_k3.conversion.provenance import RECORD
 from kimi_k3.errors import KimiK3Error
+from kimi_k3.verbs.verify import progress_text
 
 PLAN = scrambled(high=HIGH_COUNTS, bits=BITS)
 LAYER = "language_model.model.layers."
@@ -508,3 +510,27 @@ def test_a_comparison_that_skips_is_a_failure(
     assert not report.passed
     assert "25 of 28 experts equal byte for byte" in report.text()
     assert "Not every check could be done." in report.text()
+
+
+def test_the_command(
+    whole: Path, other: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    against = ["verify", str(whole), "--source"]
+    assert main([*against, str(source), "--experts", "1", "--seed", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "up to 1 of each bank in a layer, drawn with seed 3" in printed.out
+    assert printed.err == ""
+    assert main([*against, str(other.parent / "source"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is False
+    assert {check["name"] for check in report["checks"]} >= {"router", "high bank"}
+    for wrong in ("0", "-1", "few"):
+        with pytest.raises(SystemExit):
+            main([*against, str(source), "--experts", wrong])
+        assert "neither all nor a count" in capsys.readouterr().err
+
+
+def test_progress_says_how_long_it_takes() -> None:
+    text = progress_text("source", 30_000_000_000, 120_000_000_000, 10.0)
+    assert text == "source  25% of 120 GB at 3 GB/s  0:30 left"
+    assert progress_text("values", 0, 0, 0.0) == "values   0% of 0 B"
