@@ -109,7 +109,7 @@ def test_every_change_of_a_plan_shows() -> None:
         LayerPlan(tuple(range(15)), (15,)),
         LayerPlan((), tuple(range(16))),
     ):
-        changed = replace(plan, layers=plan.layers | {3: other})
+        changed = replace(plan, layers={**plan.layers, 3: other})
         assert damage.of_plan(changed) == float(by_hand(damage, changed)) > 0
     assert damage.of_plan(replace(plan, bits={"lm_head": 4})) == ASSUMED_ERRORS[4]
 
@@ -143,7 +143,7 @@ def test_widths_that_were_not_measured() -> None:
     with pytest.raises(PlanError, match=r"no damage is known of kda.o_proj at 8 bits"):
         damage.of_plan(replace(plan, bits={"kda.o_proj": 8}))
     low = replace(
-        plan, low_bits=3, layers=plan.layers | {2: LayerPlan((), (*range(5),))}
+        plan, low_bits=3, layers={**plan.layers, 2: LayerPlan((), (*range(5),))}
     )
     with pytest.raises(PlanError, match=r"layer 2 has a low bank of 3 bits.*is for 2"):
         damage.of_plan(low)

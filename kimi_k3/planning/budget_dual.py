@@ -7,7 +7,7 @@ and the next prices are where the planes found so far are highest (Kelley's meth
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,18 +57,21 @@ class Items:
 
     problem: Problem
     evaluations: int = 0
-    _gain: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         cost = self.problem.cost
         self._gain = cost[1:] - cost[0]
         self._off = float(cost[0].sum())
+        self._use = np.ascontiguousarray(self.problem.use)
 
     def best(self, prices: np.ndarray, limits: Restrictions) -> Cut | None:
         """The states that are cheapest at ``prices``; None if no states are allowed."""
         self.evaluations += 1
         problem = self.problem
-        priced = self._gain + np.tensordot(prices, problem.use, axes=1)  # (2, R, N)
+        priced = self._gain  # (2, R, N)
+        # One resource after the other: the order of a matrix product is not fixed.
+        for price, use in zip(prices, self._use, strict=True):
+            priced = priced + price * use
         must = np.zeros(problem.shape, bool)
         for (row, item), (off, small, large) in limits.items():
             priced[0, row, item] += 0 if small else np.inf
@@ -84,10 +87,10 @@ class Items:
             return None
         states = np.where(on, np.where(priced[1] < priced[0], LARGE, SMALL), OFF)
         states = states.astype(np.int8)
-        small, large = states == SMALL, states == LARGE
-        cost = self._off + self._gain[0][small].sum() + self._gain[1][large].sum()
-        use = [u[0][small].sum() + u[1][large].sum() for u in problem.use]
-        return Cut(float(cost), np.array(use), states)
+        taken = np.stack([states == SMALL, states == LARGE])
+        cost = self._off + (self._gain * taken).sum()
+        used = [float((use * taken).sum()) for use in self._use]
+        return Cut(float(cost), np.array(used), states)
 
 
 @dataclass(eq=False)

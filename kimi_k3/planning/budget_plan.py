@@ -26,6 +26,9 @@ from .plan_sizes import SourceSizes
 #: Rounds of taking what a token reads as a sum around the last choice.
 _ROUNDS = 8
 
+#: Of the search in each round.
+_NODES = 50
+
 #: A round that misses the limit on bytes per token by less than this (relative), or comes
 #: so late, may miss it for good: the next aims lower by as much.
 _SMALL_EXCESS, _TURNS = 3e-4, 2
@@ -94,6 +97,7 @@ def budget_plan(
     started = time.perf_counter()
     task = Task.of(damage, sizes, least, low_bits, allowed_bits, fixed_bits or {})
     limits = Limits(memory, bytes_per_token, frequency)
+    frequencies(damage, frequency)
     task.check_possible(limits)
     found = _Found(task, limits)
     found.offer(*task.smallest())
@@ -142,20 +146,17 @@ class _Found:
 
     def offer(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
         """Take it if it loses less and keeps to the limits; whether it keeps to them."""
-        lost = self.task.damage.of_states(states, bits)
         fits = self.fits(states, bits)
+        lost = self.task.damage.of_states(states, bits)
         if fits and lost < self._lost:
             self._lost, self.best = lost, (lost, states, dict(bits))
         return fits
 
     def fits(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
-        limits, sizes = self.limits, self.task.sizes
-        plan = self.task.plan(states, bits, {})
-        if limits.memory is not None and sizes.plan_bytes(plan) > limits.memory:
+        memory, tokens = self.limits.memory, self.limits.bytes_per_token
+        if memory is not None and self.task.bytes_of(states, bits) > memory:
             return False
-        if limits.bytes_per_token is None:
-            return True
-        return self.read(states, bits) <= limits.bytes_per_token
+        return tokens is None or self.read(states, bits) <= tokens
 
     def read(self, states: np.ndarray, bits: Mapping[str, int]) -> int:
         """Bytes that a token reads."""
@@ -199,7 +200,7 @@ def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Sea
     for number in range(_ROUNDS):
         form = TokenForm.around(states, frequency, task.sizes, task.damage.low_bits)
         problem = task.problem(limits.memory, (limit, form))
-        solution = solve(problem, tolerance=tolerance)
+        solution = solve(problem, tolerance=tolerance, nodes=_NODES)
         if solution is None:
             break
         result.count(solution)
@@ -225,9 +226,7 @@ def _offer_fixed(task: Task, found: _Found) -> dict[str, float]:
     low, high = task.pair
     named: dict[str, float] = {}
     for bits in width_sets(task.classes, own):
-        decided = task.sizes.rest + sum(
-            task.classes[name][width] for name, width in bits.items()
-        )
+        decided = task.bytes_of(np.zeros(0), bits)
         most = task.damage.drop.size * high
         room = most if memory is None else memory - decided
         for name, states in fixed_states(task.damage, room, low, high, task.least):

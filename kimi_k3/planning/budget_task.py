@@ -134,6 +134,18 @@ class Task:
             about=about,
         )
 
+    def bytes_of(self, states: np.ndarray, bits: Mapping[str, int]) -> int:
+        """:meth:`SourceSizes.plan_bytes` of these, without making the plan."""
+        low, high = self.pair
+        experts = (
+            int((states == SMALL).sum()) * low + int((states == LARGE).sum()) * high
+        )
+        classes = (
+            found.get(bits.get(name, 16), found[16])
+            for name, found in self.sizes.classes.items()
+        )
+        return experts + self.sizes.rest + sum(classes)
+
     def states_of(self, plan: ExpertPlan) -> np.ndarray:
         states = np.full(self.damage.drop.shape, OFF, np.int8)
         for row, layer in zip(states, self.damage.layers, strict=True):

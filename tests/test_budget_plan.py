@@ -1,0 +1,426 @@
+"""budget_plan: within its limits, exactly; never worse than a plan by rule; proven."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from full_size_saliency import chosen_by_layer, full_size
+from plans import random_plan, wide_config, wide_table
+
+from kimi_k3.errors import PlanError
+from kimi_k3.planning import budget_plan as module
+from kimi_k3.planning.budget_plan import BudgetResult, budget_plan
+from kimi_k3.planning.budget_tokens import TokenForm, frequencies
+from kimi_k3.planning.damage import Damage
+from kimi_k3.planning.expert_plan import ExpertPlan
+from kimi_k3.planning.fixed_plans import (
+    all_classes,
+    global_plan,
+    graded_plan,
+    uniform_plan,
+)
+from kimi_k3.planning.plan_sizes import SourceSizes
+
+TABLE, SIZES = wide_table(), SourceSizes.of(wide_config())
+TEXT = SIZES.args.text_config
+DAMAGE = Damage.of_criterion(TABLE, "reap_sum", None, SIZES)
+CHOSEN = chosen_by_layer(TABLE)
+WHOLE = SIZES.plan_bytes(ExpertPlan.identity(TEXT))
+SMALLEST = graded_plan(TABLE, high=0, low=4, bits=all_classes(SIZES, 3))
+GB = 1_000_000_000
+
+
+def random_damage(seed: int) -> Damage:
+    """Measured, as it were: the low width costs some experts almost all, some nothing."""
+    rng = np.random.default_rng(seed)
+    drop = rng.pareto(1.2, (4, 16)) + 1e-3
+    classes = {
+        name: dict(zip(sorted(found, reverse=True), costs, strict=True))
+        for name, found in SIZES.classes.items()
+        for costs in [[0, *np.sort(rng.pareto(1.5, len(found) - 1) / 9).tolist()]]
+    }
+    return replace(
+        DAMAGE,
+        drop=drop,
+        low=drop * rng.choice([0, 0.1, 0.4, 0.99], drop.shape),
+        classes=classes,
+        measured=True,
+        criterion="measured",
+        origin={},
+    )
+
+
+def by_rule(memory: int, table: Any, sizes: SourceSizes, own: Any) -> list[ExpertPlan]:
+    """Plans by rule that fit, at the classes' bits ``own`` and at one width for all."""
+    found = []
+    for bits in (own, *(all_classes(sizes, b) for b in (16, 8, 6, 4, 3))):
+        common: dict[str, Any] = {"memory": memory, "sizes": sizes, "bits": bits}
+        for make in (
+            lambda c: uniform_plan(table, **c),
+            lambda c: global_plan(table, **c),
+            lambda c: graded_plan(table, **c),
+            lambda c: graded_plan(table, high_share=0.5, **c),
+            lambda c: graded_plan(table, high=0, **c),
+        ):
+            try:
+                found.append(make(common))
+            except PlanError:
+                continue
+    return found
+
+
+def check(result: BudgetResult, damage: Damage, sizes: SourceSizes) -> None:
+    """What holds for every result."""
+    assert result.damage == damage.of_plan(result.plan)
+    assert result.memory == sizes.plan_bytes(result.plan)
+    assert 0 <= result.bound <= result.damage
+    assert result.gap == pytest.approx(1 - result.bound / result.damage, abs=1e-12)
+    assert all(result.damage <= lost for lost in result.fixed.values())
+    assert ExpertPlan.from_dict(json.loads(json.dumps(result.plan.to_dict())))
+    for layer in result.plan.layers.values():
+        assert list(layer.high) == sorted(layer.high)
+        assert list(layer.low) == sorted(layer.low)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.7, 0.9])
+def test_within_memory_and_never_worse_than_a_plan_by_rule(share: float) -> None:
+    memory = int(WHOLE * share)
+    result = budget_plan(DAMAGE, SIZES, memory=memory)
+    check(result, DAMAGE, SIZES)
+    assert result.memory <= memory
+    assert result.gap < 0.01
+    rules = by_rule(memory, TABLE, SIZES, result.plan.bits)
+    assert rules
+    for plan in rules:
+        assert result.damage <= DAMAGE.of_plan(plan)
+    if share < 0.7:
+        assert min(map(DAMAGE.of_plan, rules)) > result.damage * 1.02
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_measured_damage_and_both_limits(seed: int) -> None:
+    damage = random_damage(seed)
+    free = budget_plan(damage, SIZES, memory=int(WHOLE * 0.6), frequency=CHOSEN)
+    check(free, damage, SIZES)
+    for frequency, share in ((None, 0.9), (CHOSEN, 0.8)):
+        limit = int(free.bytes_per_token * share)
+        result = budget_plan(
+            damage,
+            SIZES,
+            memory=int(WHOLE * 0.6),
+            bytes_per_token=limit,
+            frequency=frequency,
+        )
+        check(result, damage, SIZES)
+        assert result.memory <= WHOLE * 0.6
+        assert SIZES.bytes_per_token(result.plan, frequency) <= limit
+        assert result.damage >= free.bound
+        assert result.gap < 0.1
+
+
+def test_bytes_per_token_alone() -> None:
+    whole = SIZES.bytes_per_token(ExpertPlan.identity(TEXT))
+    result = budget_plan(DAMAGE, SIZES, bytes_per_token=int(0.8 * whole))
+    check(result, DAMAGE, SIZES)
+    assert SIZES.bytes_per_token(result.plan) <= 0.8 * whole
+    assert result.gap < 0.05
+    # A row of the router costs little: hardly an expert is dropped.
+    assert sum(len(layer.order) for layer in result.plan.layers.values()) > 55
+
+
+def test_a_choice_proven_best_by_trying_everything() -> None:
+    """Two layers of five experts, two classes: everything, with the ratio as it is."""
+    text = {"num_hidden_layers": 3, "num_experts": 5, "num_experts_per_token": 2}
+    linear = wide_config()["text_config"]["linear_attn_config"] | {
+        "kda_layers": [1, 2],
+        "full_attn_layers": [3],
+    }
+    sizes = SourceSizes.of(wide_config(**text, linear_attn_config=linear))
+    args = sizes.args.text_config
+    rng = np.random.default_rng(5)
+    drop = rng.pareto(1.2, (2, 5)) + 0.01
+    named = {"lm_head": (16, 4), "shared_experts.up_proj": (16, 4)}
+    fixed = {name: 16 for name in sizes.classes if name not in named}
+    damage = replace(
+        DAMAGE,
+        layers=np.array([1, 2]),
+        experts=5,
+        drop=drop,
+        low=drop * 0.3,
+        classes={
+            name: dict.fromkeys(found, 0.0) | ({4: 0.4} if name in named else {})
+            for name, found in sizes.classes.items()
+        },
+        criterion="measured",
+    )
+    frequency = {1: rng.uniform(size=5), 2: rng.uniform(size=5)}
+    identity = ExpertPlan.identity(args)
+    memory = int(sizes.plan_bytes(identity) * 0.97)
+    tokens = int(sizes.bytes_per_token(identity, frequency) * 0.96)
+    layers = [
+        replace(identity.layers[1], high=high, low=low)
+        for states in itertools.product(range(3), repeat=5)
+        for high in [tuple(e for e, s in enumerate(states) if s == 2)]
+        for low in [tuple(e for e, s in enumerate(states) if s == 1)]
+        if len(high + low) >= 2
+    ]
+    best = math.inf
+    parts = {
+        n: [
+            (
+                math.fsum(drop[n - 1, [e for e in range(5) if e not in p.order]])
+                + math.fsum(0.3 * drop[n - 1, list(p.low)]),
+                replace(identity, layers={**identity.layers, n: p}),
+            )
+            for p in layers
+        ]
+        for n in (1, 2)
+    }
+    bits = [
+        dict(zip(named, b, strict=True)) for b in itertools.product(*named.values())
+    ]
+    costs = {
+        n: [
+            (
+                lost,
+                sizes.plan_bytes(plan) - sizes.plan_bytes(identity),
+                sizes.bytes_per_token(plan, frequency)
+                - sizes.bytes_per_token(identity, frequency),
+            )
+            for lost, plan in found
+        ]
+        for n, found in parts.items()
+    }
+    for chosen in bits:
+        plan = replace(identity, bits={n: b for n, b in chosen.items() if b != 16})
+        room = memory - sizes.plan_bytes(plan)
+        reads = tokens - sizes.bytes_per_token(plan, frequency)
+        base = 0.4 * len(plan.bits)
+        second = np.array(costs[2])
+        for lost, used, read in costs[1]:
+            fits = (used + second[:, 1] <= room) & (read + second[:, 2] <= reads - 1)
+            best = min(best, base + lost + second[fits, 0].min(initial=math.inf))
+    result = budget_plan(
+        damage,
+        sizes,
+        memory=memory,
+        bytes_per_token=tokens,
+        frequency=frequency,
+        allowed_bits=(16, 4),
+        fixed_bits=fixed,
+        tolerance=0,
+    )
+    check(result, damage, sizes)
+    assert result.bound <= best + 1e-9
+    assert best * (1 - 1e-9) <= result.damage <= best * 1.1
+
+
+def test_full_size_within_memory() -> None:
+    table, sizes = full_size()
+    damage = Damage.of_criterion(table, "reap_sum", None, sizes)
+    result = budget_plan(damage, sizes, memory=450 * GB)
+    check(result, damage, sizes)
+    assert 450 * GB - 20_000_000 < result.memory <= 450 * GB
+    assert result.gap < 1e-4
+    for plan in (
+        uniform_plan(table, memory=450 * GB, sizes=sizes, bits=result.plan.bits),
+        global_plan(table, memory=450 * GB, sizes=sizes, bits=all_classes(sizes, 8)),
+        graded_plan(table, memory=450 * GB, sizes=sizes, bits=result.plan.bits),
+    ):
+        assert result.damage < damage.of_plan(plan)
+    again = budget_plan(damage, sizes, memory=450 * GB)
+    assert again.plan == result.plan
+    assert again.bound == result.bound
+
+
+def test_full_size_within_both() -> None:
+    table, sizes = full_size()
+    damage = Damage.of_criterion(table, "reap_sum", None, sizes)
+    chosen = chosen_by_layer(table)
+    result = budget_plan(
+        damage, sizes, memory=450 * GB, bytes_per_token=52 * GB, frequency=chosen
+    )
+    check(result, damage, sizes)
+    assert result.memory <= 450 * GB
+    assert 51.9 * GB < sizes.bytes_per_token(result.plan, chosen) <= 52 * GB
+    assert result.solver_gap < 1e-3
+    assert result.gap < 0.01
+
+
+def test_what_a_token_reads_as_a_sum() -> None:
+    for seed in range(4):
+        plan = random_plan(SIZES, seed)
+        states = np.zeros(DAMAGE.drop.shape, np.int8)
+        for row, layer in zip(states, DAMAGE.layers.tolist(), strict=True):
+            row[list(plan.layers[layer].low)] = 1
+            row[list(plan.layers[layer].high)] = 2
+        identity = ExpertPlan.identity(TEXT)
+        for chosen in (None, CHOSEN):
+            frequency = frequencies(DAMAGE, chosen)
+            form = TokenForm.around(states, frequency, SIZES, plan.low_bits)
+            read = form.constant + form.use[0][states == 1].sum()
+            read += form.use[1][states == 2].sum()
+            rest = SIZES.bytes_per_token(identity, chosen) - _experts_of(
+                identity, chosen
+            )
+            classes = SIZES.bytes_per_token(
+                replace(identity, bits=plan.bits), chosen
+            ) - SIZES.bytes_per_token(identity, chosen)
+            exact = SIZES.bytes_per_token(plan, chosen)
+            assert read + rest + classes == pytest.approx(exact, abs=2)
+
+
+def _experts_of(plan: ExpertPlan, chosen: Any) -> float:
+    rows = sum(len(layer.order) for layer in plan.layers.values())
+    return sum(SIZES.routed_bytes_per_token(plan, chosen)) + rows * SIZES.router_bytes
+
+
+def test_more_memory_never_loses_more() -> None:
+    lost = [
+        budget_plan(DAMAGE, SIZES, memory=int(WHOLE * share))
+        for share in np.linspace(0.3, 1.0, 8)
+    ]
+    for less, more in itertools.pairwise(lost):
+        assert more.bound <= less.bound * (1 + 1e-9)
+        assert more.damage <= less.damage * (1 + less.gap + 1e-9)
+    assert lost[-1].damage == 0
+    assert lost[-1].plan.layers == ExpertPlan.identity(TEXT).layers
+
+
+def test_nothing_keeps_to_the_limits() -> None:
+    needs, reads = SIZES.plan_bytes(SMALLEST), SIZES.bytes_per_token(SMALLEST)
+    least = rf"has {needs:,} bytes and reads {reads:,} a token"
+    for limits, says in (
+        ({"memory": needs - 1}, "memory of"),
+        ({"bytes_per_token": reads - 1}, "bytes per token of"),
+        ({"memory": needs, "bytes_per_token": reads - 1}, "bytes per token of"),
+        ({"memory": 9, "bytes_per_token": 9}, "memory of 9 bytes and bytes per token"),
+    ):
+        with pytest.raises(PlanError, match=rf"keeps to {says}.*{least}"):
+            budget_plan(DAMAGE, SIZES, **limits)
+    exactly = budget_plan(DAMAGE, SIZES, memory=needs, bytes_per_token=reads)
+    assert exactly.memory == needs
+    assert exactly.bytes_per_token == reads
+
+
+def test_widths_that_are_allowed_or_fixed() -> None:
+    memory = int(WHOLE * 0.6)
+    result = budget_plan(
+        DAMAGE,
+        SIZES,
+        memory=memory,
+        allowed_bits=(16, 8),
+        fixed_bits={"lm_head": 6, "embed_tokens": 16},
+    )
+    check(result, DAMAGE, SIZES)
+    assert result.plan.bits["lm_head"] == 6
+    assert "embed_tokens" not in result.plan.bits
+    others = {bits for name, bits in result.plan.bits.items() if name != "lm_head"}
+    assert others <= {8}
+    every = budget_plan(DAMAGE, SIZES, memory=memory, allowed_bits=(8,))
+    assert every.plan.bits == all_classes(SIZES, 8)
+    for options, says in (
+        ({"allowed_bits": (7,)}, r"classes may have \[7\] bits"),
+        ({"allowed_bits": ()}, r"classes may have \[\] bits"),
+        ({"fixed_bits": {"head": 8}}, r"no class of matrices is called 'head'"),
+        ({"fixed_bits": {"lm_head": 2}}, r"'lm_head': 2"),
+        ({"least": 3}, r"at least 3 experts.*layer 1; wanted 4"),
+        ({"least": 17}, r"at least 17 experts.*16"),
+        ({"low_bits": 3}, r"bank of 3 bits is asked for, the damage is for 2"),
+        ({"memory": None}, r"needs a limit"),
+        ({"frequency": {1: np.ones(16)}}, r"frequencies of layer 2 are not given"),
+    ):
+        given: dict[str, Any] = {"memory": memory} | options
+        with pytest.raises(PlanError, match=says):
+            budget_plan(DAMAGE, SIZES, **given)
+
+
+def test_frequencies_are_checked() -> None:
+    for wrong in (
+        {1: np.ones(16)},
+        CHOSEN | {3: np.ones(9)},
+        CHOSEN | {3: np.zeros(16)},
+    ):
+        with pytest.raises(PlanError, match=r"layer [23]"):
+            frequencies(DAMAGE, wrong)
+    assert np.allclose(frequencies(DAMAGE, CHOSEN).sum(axis=1), 1)
+
+
+def test_every_layer_keeps_the_least() -> None:
+    memory = int(SIZES.plan_bytes(SMALLEST) * 1.15)
+    free = budget_plan(DAMAGE, SIZES, memory=memory)
+    held = budget_plan(DAMAGE, SIZES, memory=memory, least=7)
+    assert min(len(layer.order) for layer in free.plan.layers.values()) < 7
+    assert min(len(layer.order) for layer in held.plan.layers.values()) == 7
+    assert held.damage > free.damage
+
+
+def test_experts_that_cost_nothing_go_first() -> None:
+    drop = DAMAGE.drop.copy()
+    drop[1, 3:12] = 0
+    damage = replace(DAMAGE, drop=drop, low=drop / 3)
+    result = budget_plan(damage, SIZES, memory=int(WHOLE * 0.8))
+    assert not set(result.plan.order(2)) & set(range(3, 12))
+    drop[1, 3:] = 0
+    with pytest.raises(PlanError, match=r"layer 2: .*all but 3 experts"):
+        budget_plan(replace(damage, drop=drop, low=drop / 3), SIZES, memory=WHOLE)
+
+
+def test_a_low_width_that_is_larger_is_never_taken() -> None:
+    damage = Damage.of_criterion(TABLE, "reap_sum", None, SIZES, low_bits=4)
+    result = budget_plan(damage, SIZES, memory=int(WHOLE * 0.7))
+    assert not any(layer.low for layer in result.plan.layers.values())
+
+
+def test_router_groups_and_other_checkpoints() -> None:
+    grouped = SourceSizes.of(wide_config(num_expert_group=2, topk_group=1))
+    with pytest.raises(PlanError, match=r"layer 1 has 2 router groups.*Plan uniform"):
+        budget_plan(DAMAGE, grouped, memory=WHOLE)
+    other = SourceSizes.of(wide_config(num_experts=32))
+    with pytest.raises(PlanError, match=r"4 layers of 32 experts"):
+        budget_plan(DAMAGE, other, memory=WHOLE)
+
+
+def test_a_poor_search_still_meets_the_plans_by_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = int(WHOLE * 0.55)
+    good = budget_plan(DAMAGE, SIZES, memory=memory)
+
+    def poor(problem: Any, **_: Any) -> Any:
+        solution = module_solve(problem)
+        assert solution is not None
+        states, bits = solution.states.copy(), solution.picked
+        states[:, 4:] = 0
+        states[:, :4] = 1
+        return replace(solution, states=states, picked=bits, bound=0.0)
+
+    module_solve = module.solve
+    monkeypatch.setattr(module, "solve", poor)
+    result = budget_plan(DAMAGE, SIZES, memory=memory)
+    check(result, DAMAGE, SIZES)
+    assert result.damage > good.damage
+    for plan in by_rule(memory, TABLE, SIZES, result.plan.bits):
+        assert result.damage <= DAMAGE.of_plan(plan)
+    given = budget_plan(DAMAGE, SIZES, memory=memory, candidates=[good.plan])
+    assert given.damage == good.damage
+    too_large = ExpertPlan.identity(TEXT)
+    unmoved = budget_plan(DAMAGE, SIZES, memory=memory, candidates=[too_large])
+    assert unmoved.damage == result.damage
+
+
+def test_the_record_of_a_plan() -> None:
+    result = budget_plan(DAMAGE, SIZES, memory=WHOLE // 2, bytes_per_token=10**7)
+    about = result.plan.about
+    assert about["kind"] == "budget"
+    assert about["criterion"] == "reap_sum"
+    assert about["measured"] is False
+    assert about["saliency"] == TABLE.digest
+    assert (about["memory"], about["bytes_per_token"]) == (WHOLE // 2, 10**7)
+    assert about["damage"] == result.damage
+    assert about["bound"] == result.bound
+    assert result.plan.source == TABLE.source
