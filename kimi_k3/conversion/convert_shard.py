@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..checkpoint.names import OTHER_PARTS, PREFIX, layer_of
 from ..checkpoint.sanitize import module_weights
@@ -54,14 +55,15 @@ class ShardMaker:
         """
         if shard.layer is not None:
             yield from self._experts(writer, shard.layer)
-            yield from self._plain(writer, self.source.plain_names[shard.layer])
+            names = self.source.plain_names[shard.layer]
+            yield from self._plain(writer, names, _only(self._model, shard.layer))
         elif _is_vision(shard):
             pieces = ((tensor.name, tensor.name, 0) for tensor in shard.tensors)
             yield from self.source.copy(pieces, writer)
         else:
             # One after the other: embedding and head are the largest matrices there are.
             for name in self.source.plain_names[None]:
-                yield from self._plain(writer, [name])
+                yield from self._plain(writer, [name], self._model)
 
     def source_names(self, shard: BuildShard) -> list[str]:
         """The tensors of the source that ``shard`` is made from; of experts, the first
@@ -77,7 +79,8 @@ class ShardMaker:
         return self.source.plain_names[shard.layer] + experts
 
     @cached_property
-    def _source_model(self) -> Model:
+    def _model(self) -> Model:
+        """The source's model, which says what its parameters look like."""
         return Model(self.source.args)
 
     @cached_property
@@ -124,10 +127,12 @@ class ShardMaker:
         mx.clear_cache()
         return written
 
-    def _plain(self, writer: ShardWriter, names: list[str]) -> Iterator[int]:
-        """Everything that is made from ``names``, tensors that are no experts'."""
+    def _plain(
+        self, writer: ShardWriter, names: list[str], model: nn.Module
+    ) -> Iterator[int]:
+        """Everything of ``model`` that is made from ``names``, but experts."""
         stored = self.source.reader.read(names)
-        placed = module_weights(stored, self.source.args, self._source_model)
+        placed = module_weights(stored, self.source.args, model)
         stored.clear()
         for name in sorted(placed):
             array = placed.pop(name)
@@ -168,6 +173,15 @@ def quantised_modules(layout: BuildLayout, plan: ExpertPlan) -> dict[str, Stored
     config = dict(layout.config) | {"quantization": HIGH.parameters}
     formats = module_formats(Model(ModelArgs.from_dict(config)), plan)
     return {path: stored for path, stored in formats.items() if stored != HIGH}
+
+
+def _only(model: Model, layer: int) -> nn.Module:
+    """``model`` as if it had one layer: looking through all for each takes its time."""
+    only, text = nn.Module(), nn.Module()
+    text.layers = [nn.Module() for _ in range(layer)] + [model.model.layers[layer]]
+    only.language_model = nn.Module()
+    only.language_model.model = text
+    return only
 
 
 def _is_vision(shard: BuildShard) -> bool:
