@@ -52,6 +52,7 @@ def report(plan: ExpertPlan, sizes: SourceSizes, table: SaliencyTable) -> PlanRe
         weights=WEIGHTS,
         damage=damage,
         bound=0.5 * damage.of_plan(plan),
+        by_rule={"uniform": 4.0, "graded": 3.5},
     )
 
 
@@ -261,7 +262,7 @@ def test_the_words_of_a_mixed_plan(report: PlanReport) -> None:
         "limits     memory 1,000,000,000 bytes\n",
         "as weighted  ",
         f"damage          {report.damage.damage:.4g}, from relative and the usual",
-        "(gap 50.00%)",
+        "(gap 50.00%)\n                best rule at these widths: graded, 3.5\n",
         "vision, as it is",
         f"{report.sizes.total:,} bytes, ",
         " on average; mxfp4 ",
