@@ -11,6 +11,7 @@ from calibration_cases import samples_for, write_source
 from closeness import assert_close, to_numpy
 from tiny_k3 import WIDE_EXPERTS
 
+import kimi_k3
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.build.input_moments import LayerMoments
 from kimi_k3.build.layer_stream import LayerStream
@@ -310,3 +311,20 @@ def test_a_changed_file_is_named(table: ProbeTable, tmp_path: Path):
 
 def test_saliency_of_the_same_source(table: ProbeTable, calibration: Path):
     assert table.source == SaliencyTable.load(calibration).source
+
+
+@pytest.mark.parametrize("criterion", ["damage", "reap_sum"])
+def test_plans_are_made_in_nats_where_there_are_probes(
+    calibration: Path, source: Path, table: ProbeTable, criterion: str
+):
+    asked = {"memory": 340_000, "criterion": criterion}
+    made = kimi_k3.plan(calibration, source, **asked)
+    found = made.report.damage
+    assert found is not None
+    assert found.nats
+    assert made.plan.about["probes"] == table.digest
+    assert "and probes;" in made.report.text()
+    without = kimi_k3.plan(calibration, source, probes=False, **asked).report
+    assert without.damage is not None
+    assert not without.damage.nats
+    assert "and probes" not in without.text()

@@ -87,6 +87,7 @@ class Damage:
         criterion: what ``drop`` is by; a key of ``CRITERIA``, or "measured".
         source: fingerprints of the checkpoint.
         origin: weights and digest of the table; plain JSON values, for a plan's record.
+        nats: whether probes turned errors into nats (:mod:`.probed_damage`).
 
     Raises PlanError, naming layer and expert, for anything no table can give.
     """
@@ -101,6 +102,7 @@ class Damage:
     criterion: str
     source: Mapping[str, Any] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    nats: bool = False
 
     def __post_init__(self) -> None:
         if self.low_bits not in LOW_BITS:

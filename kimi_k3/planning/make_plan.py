@@ -20,6 +20,7 @@ from .matrix_classes import CLASS_BITS
 from .plan_report import PlanReport, plan_report
 from .plan_request import DAMAGE, PlanRequest
 from .plan_sizes import SourceSizes
+from .probed_damage import probed
 from .scores import check_source
 
 #: Width of the low bank, unless another is asked for.
@@ -151,12 +152,28 @@ def _frequency(
 def _damage(
     request: PlanRequest, table: SaliencyTable, folder: Path | None, sizes: SourceSizes
 ) -> Damage:
-    """By the criterion of ``request``: measured, or from the saliency."""
+    """By the criterion of ``request``, in nats if there are probes."""
+    from .probe_table import FILE_NAME, ProbeTable
+
+    probes = None
+    if request.probes and folder is not None and (folder / FILE_NAME).is_file():
+        probes = ProbeTable.load(folder / FILE_NAME)
     low_bits = request.low_bits or LOW_BITS
-    if request.criterion != DAMAGE:
-        return Damage.of_criterion(
+    if request.kind in ("uniform", "global") and probes is not None:
+        low_bits = int(probes.low_bits[0])  # there is no low bank
+    if request.criterion == DAMAGE:
+        damage = _measured(request, table, folder, low_bits)
+    else:
+        damage = Damage.of_criterion(
             table, request.criterion, request.weights, sizes, low_bits
         )
+    return damage if probes is None else probed(damage, probes, request.weights)
+
+
+def _measured(
+    request: PlanRequest, table: SaliencyTable, folder: Path | None, low_bits: int
+) -> Damage:
+    """The errors that ``kimi-k3 damage`` left in ``folder``."""
     from .damage_table import FILE_NAME, DamageTable
 
     if folder is None or not (folder / FILE_NAME).is_file():
@@ -171,7 +188,7 @@ def _damage(
                 f"{folder / FILE_NAME} was measured on another checkpoint than the "
                 f"saliency: their {name} differ. Measure again with `kimi-k3 damage`."
             )
-    if request.kind in ("uniform", "global"):  # which have no low bank
+    if request.kind in ("uniform", "global"):
         low_bits = int(measured.low_bits[0])
     return Damage.of_measured(measured, low_bits)
 

@@ -122,6 +122,7 @@ class DamageFigures:
     """Predicted damage, in the unit of :mod:`.damage`: 1 is the loss of a whole layer.
 
     Attributes:
+        nats: whether it is KL(source ‖ build) of the next token instead, from probes.
         measured: from measured errors; else from saliency, and widths' usual errors.
         bound: no plan of this budget has less; None where none was sought.
         gap: damage - bound, as a share of the damage.
@@ -132,6 +133,7 @@ class DamageFigures:
     damage: float
     measured: bool
     criterion: str
+    nats: bool = False
     bound: float | None = None
     gap: float | None = None
     by_rule: Mapping[str, float] = field(default_factory=dict)
@@ -345,5 +347,11 @@ def _damage(
     if bound is not None:
         gap = max(0.0, found - bound) / found if found else 0.0
     return DamageFigures(
-        found, damage.measured, damage.criterion, bound, gap, dict(by_rule or {})
+        damage=found,
+        measured=damage.measured,
+        criterion=damage.criterion,
+        nats=damage.nats,
+        bound=bound,
+        gap=gap,
+        by_rule=dict(by_rule or {}),
     )

@@ -45,6 +45,7 @@ class PlanRequest:
         criterion: a key of :data:`~kimi_k3.build.saliency.CRITERIA`, or ``damage``.
         weights: corpus → its share of the text; of any sum.
         bits: of all classes of matrices, or class → bits; class ``""`` is all others.
+        probes: use the probes of ``kimi-k3 damage`` if the calibration has them.
         allowed_bits: that ``budget`` may choose for classes that ``bits`` does not name.
 
     Raises PlanError for what contradicts itself or is not of this kind.
@@ -62,6 +63,7 @@ class PlanRequest:
     weights: Mapping[str, float] | None = None
     bits: int | Mapping[str, int] | None = None
     allowed_bits: Collection[int] | None = None
+    probes: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

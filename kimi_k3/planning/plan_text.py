@@ -201,15 +201,15 @@ def _summary(report: "PlanReport") -> list[str]:
 def _damage(report: "PlanReport") -> list[str]:
     if (found := report.damage) is None:
         return []
-    basis = (
-        "from measured errors"
-        if found.measured
-        else f"from {found.criterion} and the usual errors of widths"
-    )
-    lines = [
-        f"damage          {found.damage:.4g}, {basis};",
-        f"{'':16}1 is what losing all experts of a layer costs",
-    ]
+    basis = "from measured errors" if found.measured else f"from {found.criterion}"
+    if found.nats:
+        basis += " and probes"
+    elif not found.measured:
+        basis += " and the usual errors of widths"
+    unit = "1 is what losing all experts of a layer costs"
+    if found.nats:
+        unit = "nats a token, as probes of `kimi-k3 damage` saw the answers move"
+    lines = [f"damage          {found.damage:.4g}, {basis};", f"{'':16}{unit}"]
     if found.bound is not None and found.gap is not None:
         lines.append(
             f"{'':16}no plan of this budget has less than {found.bound:.4g} "
@@ -217,7 +217,9 @@ def _damage(report: "PlanReport") -> list[str]:
         )
     if found.by_rule:
         name = min(found.by_rule, key=found.by_rule.__getitem__)
-        lines.append(f"{'':16}best rule at these widths: {name}, {found.by_rule[name]:.4g}")
+        lines.append(
+            f"{'':16}best rule at these widths: {name}, {found.by_rule[name]:.4g}"
+        )
     return lines
 
 

@@ -60,9 +60,8 @@ def probed(
             else by_bits
             for name, by_bits in damage.classes.items()
         },
-        measured=True,
-        criterion=f"{damage.criterion}, probed",
         origin={**damage.origin, "probes": probes.digest},
+        nats=True,
     )
 
 

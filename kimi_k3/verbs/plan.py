@@ -99,6 +99,12 @@ def _add_choice(group: Any) -> None:
         metavar="CORPUS=SHARE",
         help="let a corpus stand for this share of the text; those not named for none",
     )
+    group.add_argument(
+        "--probes",
+        choices=("on", "off"),
+        default="on",
+        help="damage in nats, if `kimi-k3 damage` has probed (default: on)",
+    )
 
 
 def _add_widths(group: Any) -> None:
@@ -165,6 +171,7 @@ def request_of(options: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_token": _bytes("--per-token", options.per_token),
         "criterion": options.criterion,
         "weights": stated_once(options.weight),
+        "probes": options.probes == "on",
         "bits": _named_once(options.bits),
         "allowed_bits": options.allow_bits,
     }
@@ -220,7 +227,9 @@ VERB = Verb(
     "token reads and tokens a second that Macs can reach with it; docs/planning.md\n"
     "explains each figure. GB are 1e9 bytes of weights: a 512 GB Mac has 515 for the\n"
     "GPU, of which the KV cache needs some. Classes of matrices are named as in the\n"
-    "table of sizes. The plan is a JSON file that convert reads and puts into the build.\n",
+    "table of sizes. Run `kimi-k3 damage` before to plan by how far the answers move:\n"
+    "it tells which layers and which matrices matter. The plan is a JSON file that\n"
+    "convert reads and puts into the build.\n",
     add_arguments,
     run,
 )
