@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kimi_k3.planning.plan_plot import (
     sorted_fates,
     token_parts,
 )
-from kimi_k3.planning.plan_report import PlanReport, plan_report
+from kimi_k3.planning.plan_report import DamageFigures, PlanReport, plan_report
 from kimi_k3.planning.plan_sizes import SourceSizes
 
 PICTURES = {"allocation", "layers", "bytes"}
@@ -138,11 +139,18 @@ def test_titles_say_which_plan(report: PlanReport) -> None:
 
 def test_titles_of_long_names(plan: ExpertPlan, sizes: SourceSizes) -> None:
     table = wide_table(corpora=("$x" * 30, "y" * 60))
-    report = plan_report(plan, sizes, table, criterion="gate", assumed="made up")
-    first, second = described(report).splitlines()
-    assert first.endswith("by gate (assumed)")
+    report = plan_report(plan, sizes, table, criterion="gate")
+    _, second = described(report).splitlines()
     assert r"\$x" in second
     assert len(second) <= 54
+
+
+def test_titles_of_other_sources(plan: ExpertPlan, sizes: SourceSizes) -> None:
+    report = plan_report(plan, sizes, wide_table(), assumed="made up")
+    assert described(report).endswith("\nsaliency is assumed: nothing was calibrated")
+    damage = DamageFigures(1, measured=True, criterion="measured")
+    measured = described(replace(report, assumed="", damage=damage))
+    assert "by measured damage\ncode" in measured
 
 
 def test_one_bank_has_no_other_colour(sizes: SourceSizes, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _bytes(figure: "Figure", report: PlanReport) -> None:
         side.spines["bottom"].set_visible(False)
         side.grid(visible=False)
         for row, size in enumerate(sizes):
-            stated = f"{size:,.1f}" if size >= 0.05 else f"{size:.1g}"
+            stated = f"{size:,.1f}" if size >= 100 else f"{size:.3g}"
             side.annotate(
                 stated, (size, row), (3, 0), textcoords="offset points", va="center"
             )
@@ -238,9 +238,11 @@ def described(report: PlanReport) -> str:
         scale, unit = (1e9, "GB") if budget >= 1e9 else (1e6, "MB")
         size += f" of {budget / scale:,.1f} {unit}"
     chosen_by = report.about.get("criterion", report.criterion)
+    if report.damage is not None and report.damage.measured:
+        chosen_by = "measured damage"
     first = f"{report.kind}, {size}, by {chosen_by}"
     if report.assumed:
-        first += " (assumed)"
+        return f"{first}\nsaliency is assumed: nothing was calibrated"
     weights = ", ".join(
         f"{label(name)} {share:.0%}" for name, share in report.weights.items() if share
     )

@@ -153,6 +153,8 @@ def _token(report: "PlanReport") -> list[str]:
 
 
 def _machines(report: "PlanReport") -> list[str]:
+    if report.sizes.total < _LARGE:
+        return ["tokens/s are not predicted: memory does not bound a build this small"]
     lines = [
         f"{'predicted tokens/s':24}{'for the GPU':>12}  {'beside the weights':20}"
         f"{'at most':>9}{'expected':>10}"
