@@ -139,8 +139,6 @@ class ShardWriter:
                 f"{_BUG}"
             )
         os.fsync(self._file)
-        os.close(self._file)
-        self._file = -1
         rename_durably(self._unfinished, self.path)
         return ShardRecord.of(self.path)
 
@@ -166,7 +164,7 @@ class ShardWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-            self._unfinished.unlink(missing_ok=True)
+        self._unfinished.unlink(missing_ok=True)
 
 
 _BUG = "This is a fault of kimi-k3-mlx, not of your files: please report it."

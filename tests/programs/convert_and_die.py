@@ -1,0 +1,92 @@
+"""Converts again and again, each time in a fork that may be killed on its way.
+
+Arguments: source, and the file of a plan. Each line of stdin is a JSON object: ``out``;
+``resume``; ``at``, before which operation on the disk the fork kills itself (0: it
+lives); ``full``, from which operation on the disk is full instead; ``after``, the seconds
+after which it is killed from outside, if given. The answer to each is a line of JSON:
+``died``, ``error`` and ``operations``.
+"""
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kimi_k3.conversion import byte_copy, convert, shard_writer
+from kimi_k3.errors import KimiK3Error
+
+#: What reaches the disk, and what makes it count.
+OPERATIONS: tuple[tuple[Any, str], ...] = (
+    (byte_copy.ByteCopier, "copy"),
+    (shard_writer, "write_all"),
+    (os, "ftruncate"),
+    (os, "fsync"),
+    (Path, "open"),
+    (Path, "mkdir"),
+    (Path, "replace"),
+    (Path, "unlink"),
+    (Path, "rmdir"),
+)
+
+#: Those that a full disk still does.
+NEED_NO_ROOM = ("unlink", "rmdir")
+
+count = 0
+
+
+def watched(operation: Callable[..., Any], order: dict[str, Any]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        global count
+        reads = operation.__name__ == "open" and "w" not in "".join(map(str, args[1:]))
+        if not reads:
+            count += 1
+            if count == order.get("at"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            full = order.get("full")
+            if full and count >= full and operation.__name__ not in NEED_NO_ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return operation(*args, **kwargs)
+
+    return counted
+
+
+def run(source: str, plan: str, order: dict[str, Any]) -> str:
+    for owner, name in OPERATIONS:
+        setattr(owner, name, watched(getattr(owner, name), order))
+    try:
+        convert.convert(source, order["out"], plan, resume=order["resume"])
+    except KimiK3Error as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    source, plan = sys.argv[1:]
+    for line in sys.stdin:
+        order = json.loads(line)
+        read, write = os.pipe()
+        # Nothing was computed in this process, so a fork has all that MLX needs.
+        child = os.fork()
+        if not child:
+            error = run(source, plan, order)
+            os.write(write, json.dumps({"error": error, "operations": count}).encode())
+            os._exit(0)
+        os.close(write)
+        if order.get("after"):
+            time.sleep(order["after"])
+            os.kill(child, signal.SIGKILL)
+        with os.fdopen(read) as pipe:
+            said = pipe.read()
+        _, status = os.waitpid(child, 0)
+        answer = json.loads(said) if said else {"error": "", "operations": 0}
+        answer |= {"died": os.WIFSIGNALED(status)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+main()
