@@ -254,10 +254,7 @@ def test_full_size_within_both() -> None:
 def test_what_a_token_reads_as_a_sum() -> None:
     for seed in range(4):
         plan = random_plan(SIZES, seed)
-        states = np.zeros(DAMAGE.drop.shape, np.int8)
-        for row, layer in zip(states, DAMAGE.layers.tolist(), strict=True):
-            row[list(plan.layers[layer].low)] = 1
-            row[list(plan.layers[layer].high)] = 2
+        states = _states_of(plan)
         identity = ExpertPlan.identity(TEXT)
         for chosen in (None, CHOSEN):
             frequency = frequencies(DAMAGE, chosen)
@@ -272,6 +269,31 @@ def test_what_a_token_reads_as_a_sum() -> None:
             ) - SIZES.bytes_per_token(identity, chosen)
             exact = SIZES.bytes_per_token(plan, chosen)
             assert read + rest + classes == pytest.approx(exact, abs=2)
+
+
+def test_a_sum_that_is_never_above() -> None:
+    for seed in range(6):
+        plan = random_plan(SIZES, seed)
+        states = _states_of(plan)
+        frequency = frequencies(DAMAGE, CHOSEN)
+        exact = TokenForm.around(states, frequency, SIZES, plan.low_bits)
+        below = TokenForm.below(frequency, SIZES, plan.low_bits)
+        read = [
+            form.constant
+            + form.use[0][states == 1].sum()
+            + form.use[1][states == 2].sum()
+            for form in (below, exact)
+        ]
+        assert read[0] <= read[1] + 1e-6
+        assert read[0] > 0.5 * read[1]
+
+
+def _states_of(plan: ExpertPlan) -> np.ndarray:
+    states = np.zeros(DAMAGE.drop.shape, np.int8)
+    for row, layer in zip(states, DAMAGE.layers.tolist(), strict=True):
+        row[list(plan.layers[layer].low)] = 1
+        row[list(plan.layers[layer].high)] = 2
+    return states
 
 
 def _experts_of(plan: ExpertPlan, chosen: Any) -> float:
@@ -294,12 +316,13 @@ def test_more_memory_never_loses_more() -> None:
 def test_nothing_keeps_to_the_limits() -> None:
     needs, reads = SIZES.plan_bytes(SMALLEST), SIZES.bytes_per_token(SMALLEST)
     least = rf"has {needs:,} bytes and reads {reads:,} a token"
-    for limits, says in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"memory": needs - 1}, "memory of"),
         ({"bytes_per_token": reads - 1}, "bytes per token of"),
         ({"memory": needs, "bytes_per_token": reads - 1}, "bytes per token of"),
         ({"memory": 9, "bytes_per_token": 9}, "memory of 9 bytes and bytes per token"),
-    ):
+    )
+    for limits, says in cases:
         with pytest.raises(PlanError, match=rf"keeps to {says}.*{least}"):
             budget_plan(DAMAGE, SIZES, **limits)
     exactly = budget_plan(DAMAGE, SIZES, memory=needs, bytes_per_token=reads)

@@ -26,6 +26,9 @@ from .plan_sizes import SourceSizes
 #: Rounds of taking what a token reads as a sum around the last choice.
 _ROUNDS = 8
 
+#: Relative: from here on a second bound is tried.
+_LARGE_GAP = 5e-3
+
 #: Of the search in each round.
 _NODES = 50
 
@@ -173,8 +176,8 @@ class _Search:
     nodes: int = 0
     evaluations: int = 0
 
-    def count(self, solution: Solution) -> None:
-        self.solver_gap = solution.gap
+    def count(self, solution: Solution, gap: float | None = None) -> None:
+        self.solver_gap = solution.gap if gap is None else gap
         self.nodes += solution.nodes
         self.evaluations += solution.evaluations
 
@@ -216,6 +219,13 @@ def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Sea
     if prices is not None:
         proven = proven_bound(task, limits, prices, states, frequency)
         result.bound = max(result.bound, proven)
+    if found.best[0] - result.bound > _LARGE_GAP * found.best[0]:
+        form = TokenForm.below(frequency, task.sizes, task.damage.low_bits)
+        problem = task.problem(limits.memory, (limits.bytes_per_token + 0.5, form))
+        solution = solve(problem, tolerance=tolerance, nodes=_NODES)
+        if solution is not None:
+            result.count(solution, result.solver_gap)
+            result.bound = max(result.bound, solution.bound)
     return result
 
 

@@ -56,6 +56,19 @@ class TokenForm:
         constant += top_k * more * share.sum()
         return cls(float(constant), use)
 
+    @classmethod
+    def below(
+        cls, frequency: np.ndarray, sizes: SourceSizes, low_bits: int
+    ) -> "TokenForm":
+        """A form that is never above what is read, for F_high / F_kept ≥ F_high."""
+        text = sizes.args.text_config
+        low = sizes.expert_bytes(StoredFormat("affine", low_bits, LOW_GROUP))
+        top_k, more = text.num_experts_per_token, sizes.expert_bytes(HIGH) - low
+        always = low - sizes.router_bytes + min(more, 0)
+        use = np.stack([0 * frequency, top_k * max(more, 0) * frequency])
+        constant = float(top_k * always * len(frequency))
+        return cls(constant, use + sizes.router_bytes)
+
 
 def frequencies(
     damage: Damage, frequency: Mapping[int, np.ndarray] | None
