@@ -19,6 +19,8 @@ examples:
   kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
   kimi-k3 calibrate ./Kimi-K3 --samples mix.toml --out ./calibration
                                                  which experts matter, for which text?
+  kimi-k3 plan ./calibration --memory 450 --out plan.json
+                                                 which of them stay, at which width?
   mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"
                                                  stock commands simply work
 

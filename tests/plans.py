@@ -1,5 +1,6 @@
 """Expert plans to test with, made by no planner, and saliency to plan with."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ def wide_config(**text: Any) -> dict[str, Any]:
     return t1_config(**WIDE_EXPERTS | text)
 
 
+@cache
 def wide_table(seed: int = 0, **changes: Any) -> SaliencyTable:
     """Saliency of such a T1: code (60 tokens) and python (30), layers 1 to 4."""
     rng = np.random.default_rng(seed)

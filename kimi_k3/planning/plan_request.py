@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..build.saliency import CRITERIA
 from ..errors import PlanError
@@ -154,11 +153,6 @@ class PlanRequest:
                 if name not in chosen and asked[""] in found:
                     chosen[name] = asked[""]
         return chosen
-
-    def to_dict(self) -> dict[str, Any]:
-        """What was said, as plain values."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
 
 
 def _words(name: str) -> str:
