@@ -70,11 +70,11 @@ FULL = Form(Shape(40, 18, expert=704), Shape(10, 4, expert=704), rounds=7)
 _SMALL: dict[str, Any] = {
     "hidden": 256,
     "heads": 1,
-    "expert": 512,
+    "expert": 256,
     "experts": 16,
     "top_k": 2,
 }
-QUICK = Form(Shape(14, 6, **_SMALL), Shape(6, 2, **_SMALL), rounds=1)
+QUICK = Form(Shape(12, 5, **_SMALL), Shape(5, 2, **_SMALL), rounds=1)
 
 CASES = {
     f"{depth}, {plan}": (depth, plan)
