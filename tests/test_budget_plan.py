@@ -14,6 +14,8 @@ from plans import random_plan, wide_config, wide_table
 from kimi_k3.errors import PlanError
 from kimi_k3.planning import budget_plan as module
 from kimi_k3.planning.budget_plan import BudgetResult, budget_plan
+from kimi_k3.planning.budget_proof import proven_bound
+from kimi_k3.planning.budget_task import Limits, Task
 from kimi_k3.planning.budget_tokens import TokenForm, frequencies
 from kimi_k3.planning.damage import Damage
 from kimi_k3.planning.expert_plan import ExpertPlan
@@ -23,6 +25,7 @@ from kimi_k3.planning.fixed_plans import (
     graded_plan,
     uniform_plan,
 )
+from kimi_k3.planning.matrix_classes import CLASS_BITS
 from kimi_k3.planning.plan_sizes import SourceSizes
 
 TABLE, SIZES = wide_table(), SourceSizes.of(wide_config())
@@ -269,6 +272,35 @@ def test_what_a_token_reads_as_a_sum() -> None:
             ) - SIZES.bytes_per_token(identity, chosen)
             exact = SIZES.bytes_per_token(plan, chosen)
             assert read + rest + classes == pytest.approx(exact, abs=2)
+
+
+@pytest.mark.parametrize("memory", [None, int(WHOLE * 0.6)])
+def test_the_proven_bound_at_any_prices(memory: int | None) -> None:
+    """It is below damage plus price of every plan, and meets the one that is least."""
+    limit = int(0.7 * SIZES.bytes_per_token(ExpertPlan.identity(TEXT)))
+    task = Task.of(DAMAGE, SIZES, None, None, CLASS_BITS, {})
+    limits = Limits(memory, limit, CHOSEN)
+
+    def priced(plan: ExpertPlan, of_memory: float, of_token: float) -> float:
+        over = 0 if memory is None else SIZES.plan_bytes(plan) - memory
+        read = SIZES.bytes_per_token(plan, CHOSEN) - limit
+        return DAMAGE.of_plan(plan) + of_memory * over + of_token * read
+
+    plans = [random_plan(SIZES, seed) for seed in range(40)]
+    plans = [plan for plan in plans if plan.low_bits == 2]
+    smallest = task.plan(*task.smallest(), {})
+    whole = ExpertPlan.identity(TEXT)
+    assert len(plans) > 5
+    for prices in ([0.0, 0.0], [1e-6, 1e-6], [1e-6, 3e-6], [1e-5, 1e-6], [1.0, 1.0]):
+        used = np.array(prices if memory is not None else prices[1:])
+        by_plan = [priced(plan, *prices) for plan in (*plans, smallest, whole)]
+        bound = proven_bound(
+            task, limits, used, task.states_of(whole), frequencies(DAMAGE, CHOSEN)
+        )
+        assert bound <= min(by_plan) + 1e-6 * max(prices)
+        if prices[0] in (0.0, 1.0):
+            # What a token reads is rounded, and this allows for it.
+            assert bound == pytest.approx(min(by_plan), rel=1e-9, abs=2 * prices[1])
 
 
 def test_a_sum_that_is_never_above() -> None:

@@ -8,6 +8,7 @@ import pytest
 from oracle_budget import brute_force, by_table, random_problem
 
 from kimi_k3.planning.budget_dual import Choices, Items, best_bound
+from kimi_k3.planning.budget_fill import Selection
 from kimi_k3.planning.budget_problem import Option, Problem
 from kimi_k3.planning.budget_solver import solve
 
@@ -74,6 +75,35 @@ def test_bounds_hold_at_any_prices_and_stop() -> None:
                     Items(problem), choices, allowed, {}, [], prices, 1e-9, most
                 )
                 assert bound.value <= best + CLOSE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_prices_settle_everything_the_bound_is_the_optimum(seed: int) -> None:
+    problem = random_problem(seed, 2, rows=2, items=4, choices=0)
+    prices = np.array([0.05, 0.03])
+    cut = Items(problem).best(prices, {})
+    assert cut is not None
+    settled = replace(problem, limits=tuple(cut.use.tolist()))
+    choices = Choices(settled)
+    bound = best_bound(
+        Items(settled), choices, np.isfinite(choices.cost), {}, [], prices, 1e-12
+    )
+    assert bound.value == pytest.approx(cut.cost, rel=CLOSE)
+    assert brute_force(settled) == pytest.approx(cut.cost, rel=CLOSE)
+
+
+def test_a_selection_is_brought_within_and_keeps_the_least() -> None:
+    cost = np.stack([np.full((2, 4), 0.1), np.full((2, 4), 5.0), np.zeros((2, 4))])
+    use = np.array([2.0, 3.0])[None, :, None, None]
+    problem = Problem(cost, use, (), 3, (19.0,))
+    selection = Selection(problem, np.full((2, 4), 2, np.int8), ())
+    assert selection.bring_within()
+    assert problem.fits(selection.states, ())
+    assert (selection.states != 0).sum(axis=1).tolist() == [3, 3]
+    assert (selection.left == problem.limits - problem.used(selection.states, ())).all()
+    assert not Selection(
+        replace(problem, limits=(11.0,)), selection.states, ()
+    ).bring_within()
 
 
 def test_more_to_spend_never_costs_more() -> None:

@@ -238,3 +238,12 @@ def test_router_groups_keep_equal_parts() -> None:
             PlanError, match=r"layer 1 has 2 router groups.*Plan uniform"
         ):
             planner(TABLE, memory=memory, sizes=sizes)
+
+
+def test_groups_that_are_more_than_top_k_keep_one_each() -> None:
+    sizes = SourceSizes.of(wide_config(num_expert_group=8, topk_group=4))
+    plan = uniform_plan(TABLE, keep=8, sizes=sizes)
+    least = sizes.plan_bytes(plan)
+    assert uniform_plan(TABLE, memory=least, sizes=sizes).layers == plan.layers
+    with pytest.raises(PlanError, match=r"8 experts in every layer"):
+        uniform_plan(TABLE, memory=least - 1, sizes=sizes)
