@@ -35,6 +35,9 @@ HEADS, NOPE, VALUE = 4, TEXT_SIZES["qk_nope_head_dim"], TEXT_SIZES["v_head_dim"]
 LATENT = TEXT_SIZES["kv_lora_rank"]
 MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
+#: A matrix that is put together from three.
+FUSED = "language_model.model.layers.0.self_attn.qkv_proj"
+
 #: A graded plan with two banks, one bank, and quantised classes.
 GRADED = scrambled(high=HIGH_COUNTS, bits=BITS | {"embed_tokens": 5})
 
@@ -338,16 +341,16 @@ def test_a_result_that_is_not_the_layouts_is_a_bug(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Broken twin of the writer's look at shapes: a file is never silently another."""
-    monkeypatch.setattr(
-        ShardMaker, "quantised", {"language_model.lm_head": None}, raising=True
-    )
+    monkeypatch.setattr(ShardMaker, "quantised", {FUSED: None}, raising=True)
     monkeypatch.setattr(
         "kimi_k3.conversion.convert_shard.ShardMaker._quantised",
         lambda self, writer, module, weight, *_: writer.put(
             f"{module}.weight", weight[1:]
         ),
     )
-    with pytest.raises(ConversionError, match="lm_head.weight would be.*please report"):
+    with pytest.raises(
+        ConversionError, match="qkv_proj.weight would be.*please report"
+    ):
         convert(source, tmp_path / "build")
     assert not (tmp_path / "build" / "config.json").exists()
 

@@ -35,9 +35,9 @@ def locked_folder(
     """
     path = out / partial / LOCK
     with _lock(out, path, doing, error) as lock:
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with suppress(OSError):  # on a full disk nobody learns the number
+            lock.truncate(0)
+            os.write(lock.fileno(), str(os.getpid()).encode())
         try:
             yield
         finally:

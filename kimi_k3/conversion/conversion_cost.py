@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..build.calibration_storage import PROCESS_BYTES, TENSOR_BYTES
-from ..checkpoint.source_layout import SourceTensor, source_tensors
+from ..checkpoint.names import place
+from ..checkpoint.source_layout import source_tensors
 from ..config import ModelArgs
 from ..errors import ConversionError
 from ..planning.expert_plan import ExpertPlan
 from .build_layout import BuildLayout, BuildShard, build_layout
 from .byte_copy import BUFFER_BYTES
 from .convert_checks import SPARE_BYTES
-from .convert_shard import quantised_modules
+from .convert_shard import quantised_modules, stays_as_it_is
 from .shard_writer import shard_size
 
 #: Bytes a second, sustained: a slow outer disk, a network share, inner disks.
@@ -108,9 +109,9 @@ def conversion_cost(
     args = ModelArgs.from_dict(dict(config))
     wanted = plan or ExpertPlan.identity(args.text_config)
     layout = build_layout(config, wanted)
-    source = _Source(args)
+    source = _Source(args, layout)
     written = sum(shard_size(shard.tensors) for shard in layout.shards)
-    read = sum(source.plain.values()) + sum(
+    read = source.plain + sum(
         len(wanted.order(layer)) * nbytes for layer, nbytes in source.expert.items()
     )
     quantised = _quantised_weights(layout, wanted)
@@ -138,33 +139,36 @@ def conversion_cost(
 
 
 class _Source:
-    """Sizes of a source checkpoint.
+    """Sizes of a source checkpoint, of which ``layout`` is made.
 
     Attributes:
-        plain: layer → bytes of its tensors but the experts'; None: outside the layers.
+        plain: bytes of all tensors but experts'.
         expert: layer → bytes of one expert.
-        largest: bytes of the largest tensor outside the layers.
+        made: layer → bytes of what goes through memory, which is neither an expert nor
+            copied as it is.
+        largest: bytes of the largest such tensor outside the layers.
     """
 
-    def __init__(self, args: ModelArgs):
-        self.plain: dict[int | None, int] = defaultdict(int)
-        self.expert: dict[int, int] = {}
-        self.nbytes = self.tensors = self.largest = 0
+    def __init__(self, args: ModelArgs, layout: BuildLayout):
+        self.made: dict[int, int] = defaultdict(int)
+        self.expert: dict[int, int] = defaultdict(int)
+        self.nbytes = self.tensors = self.plain = self.largest = 0
+        wanted = {t.name: t for shard in layout.shards for t in shard.tensors}
         for tensor in source_tensors(args):
             self.tensors += 1
             self.nbytes += tensor.nbytes
-            if ".experts." not in tensor.name:
-                self.plain[tensor.layer] += tensor.nbytes
-                if _is_made(tensor):
-                    self.largest = max(self.largest, tensor.nbytes)
-            elif ".experts.0." in tensor.name and tensor.layer is not None:
-                before = self.expert.get(tensor.layer, 0)
-                self.expert[tensor.layer] = before + tensor.nbytes
-
-
-def _is_made(tensor: SourceTensor) -> bool:
-    """Whether a tensor outside the layers goes through memory: vision is copied."""
-    return tensor.layer is None and tensor.name.startswith("language_model.")
+            if ".experts." in tensor.name:
+                if ".experts.0." in tensor.name and tensor.layer is not None:
+                    self.expert[tensor.layer] += tensor.nbytes
+                continue
+            self.plain += tensor.nbytes
+            placement = place(tensor.name, args.text_config)
+            if placement is None or stays_as_it_is(placement, tensor, wanted):
+                continue
+            if tensor.layer is None:
+                self.largest = max(self.largest, tensor.nbytes)
+            else:
+                self.made[tensor.layer] += tensor.nbytes
 
 
 def _quantised_weights(layout: BuildLayout, plan: ExpertPlan) -> int:
@@ -185,12 +189,12 @@ def _memory(layout: BuildLayout, source: _Source, quantises: bool) -> dict[str, 
     def needed(shard: BuildShard) -> int:
         if shard.layer is None:
             return source.largest
-        return source.plain[shard.layer] + max(
+        return source.made[shard.layer] + max(
             (t.nbytes for t in shard.tensors if ".switch_mlp." not in t.name), default=0
         )
 
     return {
-        "a layer without its experts, or head": max(map(needed, layout.shards)),
+        "what is remade of a layer, or head": max(map(needed, layout.shards)),
         "buffer for copying": BUFFER_BYTES,
         "quantising": _CHUNK * _CHUNK_BYTES if quantises else 0,
         "names of tensors, Python": source.tensors * TENSOR_BYTES + PROCESS_BYTES,

@@ -1,26 +1,27 @@
 """Makes one shard of a build from the source: a layer's experts, then the rest of it.
 
-Experts of the high bank are copied as bytes, expert by expert as the source has them;
-those of the low bank are made dense, which is exact, and quantised one at a time. What
-is in memory is one expert and one layer without its experts.
+Experts of the high bank are copied as bytes, expert by expert as the source has them, and
+so is what is but renamed. Experts of the low bank are made dense, which is exact, and
+quantised one at a time. What is in memory is one expert and the rest of one layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint.names import OTHER_PARTS, PREFIX, layer_of
+from ..checkpoint.headers import StoredTensor
+from ..checkpoint.names import OTHER_PARTS, PREFIX, Placement, layer_of
 from ..checkpoint.sanitize import module_weights
-from ..checkpoint.source_layout import expert_prefix
+from ..checkpoint.source_layout import SourceTensor, expert_prefix
 from ..checkpoint.stored_format import StoredFormat
 from ..config import ModelArgs
 from ..models import Model
 from ..planning.expert_plan import HIGH, ExpertPlan
 from .build_config import module_formats
-from .build_layout import BuildLayout, BuildShard
+from .build_layout import BuildLayout, BuildShard, BuildTensor
 from .importance import Importance
 from .quantizer import quantize
 from .shard_writer import ShardWriter
@@ -88,6 +89,11 @@ class ShardMaker:
         """Module path → format of everything that is quantised again."""
         return quantised_modules(self.layout, self.plan)
 
+    @cached_property
+    def _wanted(self) -> dict[str, BuildTensor]:
+        """Every tensor of the build by name."""
+        return {t.name: t for shard in self.layout.shards for t in shard.tensors}
+
     def _experts(self, writer: ShardWriter, layer: int) -> Iterator[int]:
         if layer not in self.plan.layers:
             return
@@ -131,7 +137,15 @@ class ShardMaker:
         self, writer: ShardWriter, names: list[str], model: nn.Module
     ) -> Iterator[int]:
         """Everything of ``model`` that is made from ``names``, but experts."""
-        stored = self.source.reader.read(names)
+        places = self.source.reader.placements
+        same = {
+            name
+            for name in names
+            if stays_as_it_is(places[name], self.source.tensors[name], self._wanted)
+        }
+        pieces = ((name, places[name].key, 0) for name in names if name in same)
+        yield from self.source.copy(pieces, writer)
+        stored = self.source.reader.read([name for name in names if name not in same])
         placed = module_weights(stored, self.source.args, model)
         stored.clear()
         for name in sorted(placed):
@@ -173,6 +187,25 @@ def quantised_modules(layout: BuildLayout, plan: ExpertPlan) -> dict[str, Stored
     config = dict(layout.config) | {"quantization": HIGH.parameters}
     formats = module_formats(Model(ModelArgs.from_dict(config)), plan)
     return {path: stored for path, stored in formats.items() if stored != HIGH}
+
+
+def stays_as_it_is(
+    placement: Placement,
+    stored: StoredTensor | SourceTensor,
+    wanted: Mapping[str, BuildTensor],
+) -> bool:
+    """Whether a tensor of the source that is no expert's has the same bytes in a build.
+
+    Then it is but renamed: whatever is split, turned, cut or quantised has another name,
+    shape or type there.
+    """
+    found = wanted.get(placement.key)
+    if placement.part is not None or placement.key.endswith(_BY_EXPERT):
+        return False
+    return found is not None and (found.shape, found.dtype) == (
+        stored.shape,
+        stored.dtype,
+    )
 
 
 def _only(model: Model, layer: int) -> nn.Module:
