@@ -304,6 +304,7 @@ def test_command(
         "8",
     ]
     command += ["--experts-per-layer", "1", "--out", str(out)]
+    command += ["--probes", "off"]
     assert main(command) == 0
     printed = capsys.readouterr()
     assert "shared_experts.up_proj" in printed.out
