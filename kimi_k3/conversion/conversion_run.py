@@ -1,9 +1,10 @@
-"""The shards of a conversion: each written and made durable before the next."""
+"""The shards of a conversion: one is made durable while the next is written."""
 
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from ..errors import CheckpointError, ConversionError
 from .build_layout import BuildShard
 from .conversion_journal import ConversionJournal, FinishedShard
 from .convert_shard import ShardMaker
-from .provenance import hub_sha256
+from .provenance import ShardRecord, hub_sha256
 from .shard_writer import ShardWriter
 from .source_hashes import SourceHashes
 
@@ -48,6 +49,15 @@ class Progress:
         if not self.bytes_per_second:
             return None
         return (self.bytes_all - self.bytes_done) / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A shard that is written, its file, and what it is once it is durable."""
+
+    shard: BuildShard
+    file: ExitStack
+    record: Future[ShardRecord]
 
 
 Watch = Callable[[Progress], None]
@@ -98,18 +108,47 @@ class ConversionRun:
             self.journal.write()
         hashes = self._hashes() if self._hash_source else None
         with hashes or nullcontext():
-            for shard in self.left:
-                with self.writing():
-                    self._write(shard)
-                    if hashes is not None:
-                        self._take(hashes.take())
-                    self.journal.write()
-                self._show(shard, finished=True)
+            self._write_left(hashes)
             if hashes is not None:
                 found = hashes.take(wait=lambda: self._show_hashing(hashes))
                 self._take(found)
                 with self.writing():
                     self.journal.write()
+
+    def _write_left(self, hashes: SourceHashes | None) -> None:
+        """One shard is made durable, which is waiting, while the next is written."""
+        waiting: _Waiting | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="kimi-k3-sync") as pool:
+            try:
+                for shard in self.left:
+                    with self.writing(), ExitStack() as open_file:
+                        path = self.journal.out / shard.file
+                        writer = open_file.enter_context(
+                            ShardWriter(path, shard.tensors)
+                        )
+                        self._fill(writer, shard)
+                        if waiting is not None:
+                            before, waiting = waiting, None
+                            self._settle(before, hashes)
+                        waiting = _Waiting(
+                            shard, open_file.pop_all(), pool.submit(writer.finish)
+                        )
+            finally:
+                if waiting is not None:
+                    with self.writing():
+                        self._settle(waiting, hashes)
+
+    def _settle(self, waiting: "_Waiting", hashes: SourceHashes | None) -> None:
+        """Wait until a shard is durable; the journal has it then."""
+        shard = waiting.shard
+        with waiting.file:
+            record = waiting.record.result()
+        stamps = self.stamps[shard.file]
+        self.journal.finished[shard.file] = FinishedShard(record, stamps)
+        if hashes is not None:
+            self._take(hashes.take())
+        self.journal.write()
+        self._show(shard, finished=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -124,21 +163,15 @@ class ConversionRun:
                 "kept: make room, then go on with --resume."
             ) from error
 
-    def _write(self, shard: BuildShard) -> None:
-        with (
-            ShardWriter(self.journal.out / shard.file, shard.tensors) as writer,
-            warnings.catch_warnings(record=True) as caught,
-        ):
+    def _fill(self, writer: ShardWriter, shard: BuildShard) -> None:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for nbytes in self.maker.fill(writer, shard):
                 self._bytes_done += nbytes
                 self._show(shard)
-            record = writer.finish()
         mx.clear_cache()
         for warning in caught:
             self._say(str(warning.message))
-        stamps = self.stamps[shard.file]
-        self.journal.finished[shard.file] = FinishedShard(record, stamps)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -1,8 +1,8 @@
 """Converts a checkpoint of Moonshot's format into a build, shard by shard, by a plan.
 
 Experts that are kept as they are go through as bytes, everything else a layer without
-its experts at a time. Each shard is durable before the next begins; ``config.json``,
-without which no loader takes a folder for a build, is written last.
+its experts at a time. One shard is made durable while the next is written;
+``config.json``, without which no loader takes a folder for a build, is written last.
 """
 
 import json

@@ -146,9 +146,9 @@ VERB = Verb(
     "Experts that keep their MXFP4 are copied byte for byte; router rows and correction\n"
     "biases move with their experts; float32 stays float32. Only what the plan says is\n"
     "quantised again. Memory holds one layer without its experts, whatever the size.\n"
-    "Each shard is safe on disk before the next begins. Stopped, killed or out of disk,\n"
-    "the same command with --resume goes on, to the same bytes. config.json comes last:\n"
-    "a folder without it is not finished. Its key `conversion` says what was done.\n",
+    "One shard is made safe on disk while the next is written. Stopped, killed or out of\n"
+    "disk, the same command with --resume goes on, to the same bytes. config.json comes\n"
+    "last: a folder without it is not finished. Its key `conversion` says what was done.\n",
     add_arguments,
     run,
 )

@@ -8,6 +8,7 @@ after which it is killed from outside, if given. The answer to each is a line of
 """
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -36,15 +37,15 @@ OPERATIONS: tuple[tuple[Any, str], ...] = (
 #: Those that a full disk still does.
 NEED_NO_ROOM = ("unlink", "rmdir")
 
-count = 0
+#: Numbers of operations, from whatever thread.
+numbers = itertools.count(1)
 
 
 def watched(operation: Callable[..., Any], order: dict[str, Any]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        global count
         reads = operation.__name__ == "open" and "w" not in "".join(map(str, args[1:]))
         if not reads:
-            count += 1
+            count = next(numbers)
             if count == order.get("at"):
                 os.kill(os.getpid(), signal.SIGKILL)
             full = order.get("full")
@@ -74,7 +75,10 @@ def main() -> None:
         child = os.fork()
         if not child:
             error = run(source, plan, order)
-            os.write(write, json.dumps({"error": error, "operations": count}).encode())
+            os.write(
+                write,
+                json.dumps({"error": error, "operations": next(numbers) - 1}).encode(),
+            )
             os._exit(0)
         os.close(write)
         if order.get("after"):
