@@ -191,6 +191,18 @@ def test_nothing_keeps_to_the_limits() -> None:
     assert exactly.bytes_per_token == reads
 
 
+@pytest.mark.parametrize("more", [0, 1_500, 30_000])
+def test_just_above_the_least(more: int) -> None:
+    needs = SIZES.plan_bytes(SMALLEST) + more
+    reads = SIZES.bytes_per_token(SMALLEST) + more
+    cases: list[dict[str, Any]] = [{"memory": needs}, {"bytes_per_token": reads}]
+    for limits in cases:
+        result = budget_plan(DAMAGE, SIZES, **limits)
+        check(result, DAMAGE, SIZES)
+        assert result.gap < 0.05
+        assert (result.damage < DAMAGE.of_plan(SMALLEST) - 0.01) == (more > 0)
+
+
 def test_widths_that_are_allowed_or_fixed() -> None:
     memory = int(WHOLE * 0.6)
     result = budget_plan(

@@ -158,6 +158,7 @@ def test_a_choice_can_be_worth_more_than_items() -> None:
     [
         {"least": 9},
         {"cost": np.full((3, 1, 2), np.nan)},
+        {"cost": np.full((3, 1, 2), -1.0)},
         {"limits": (1.0, 1.0, 1.0), "use": np.ones((3, 2, 1, 2))},
     ],
 )

@@ -183,21 +183,35 @@ class _Search:
 
 
 def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Search:
-    """Offer what the solver finds."""
+    """Offer what the solver finds, with memory as the only limit, then with both."""
     result = _Search()
     states = np.full(task.damage.drop.shape, LARGE, np.int8)
     if limits.memory is not None:
         solution = solve(task.problem(limits.memory, None), tolerance=tolerance)
-        assert solution is not None
-        result.count(solution)
-        # With one limit more, no plan can lose less.
-        result.bound = solution.bound
-        states = solution.states
-        if found.offer(states, task.bits_of(solution.picked)):
-            return result
-    if limits.bytes_per_token is None:
-        return result
-    frequency = frequencies(task.damage, limits.frequency)
+        if solution is not None:
+            result.count(solution)
+            # With one limit more, no plan can lose less.
+            result.bound = solution.bound
+            states = solution.states
+            if found.offer(states, task.bits_of(solution.picked)):
+                return result
+    if limits.bytes_per_token is not None:
+        frequency = frequencies(task.damage, limits.frequency)
+        _search_rounds(task, limits, found, tolerance, frequency, states, result)
+    return result
+
+
+def _search_rounds(
+    task: Task,
+    limits: Limits,
+    found: _Found,
+    tolerance: float,
+    frequency: np.ndarray,
+    states: np.ndarray,
+    result: _Search,
+) -> None:
+    """The same with what a token reads as a sum around ``states``, and around the next."""
+    assert limits.bytes_per_token is not None
     limit = limits.bytes_per_token - 1  # what is read is rounded
     before, prices = 0.0, None
     for number in range(_ROUNDS):
@@ -205,7 +219,11 @@ def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Sea
         problem = task.problem(limits.memory, (limit, form))
         solution = solve(problem, tolerance=tolerance, nodes=_NODES)
         if solution is None:
-            break
+            if states is found.best[1]:
+                break
+            # Around what keeps to the limits, the sum does too.
+            states, limit = found.best[1], limits.bytes_per_token - 1
+            continue
         result.count(solution)
         prices = solution.prices
         states, bits = solution.states, task.bits_of(solution.picked)
@@ -226,7 +244,6 @@ def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Sea
         if solution is not None:
             result.count(solution, result.solver_gap)
             result.bound = max(result.bound, solution.bound)
-    return result
 
 
 def _offer_fixed(task: Task, found: _Found) -> dict[str, float]:

@@ -16,7 +16,7 @@ OFF, SMALL, LARGE = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One option of a large choice: its cost, and what it uses, (K,)."""
+    """One option of a large choice: its cost, 0 or more, and what it uses, (K,)."""
 
     cost: float
     use: tuple[float, ...]
@@ -27,7 +27,7 @@ class Problem:
     """Minimise costs within limits.
 
     Attributes:
-        cost: (3, R, N) float64, of each state of each item; finite.
+        cost: (3, R, N) float64, of each state of each item; 0 or more.
         use: (K, 2, R, N) float64 (or what broadcasts to it), of small and of large.
         choices: the options of each large choice.
         least: items of every row that are not off.
@@ -50,6 +50,9 @@ class Problem:
             raise ValueError(f"{self.least} of {items} items cannot be kept")
         if not (np.isfinite(self.cost).all() and np.isfinite(self.use).all()):
             raise ValueError("a cost or a use is not finite")
+        costs = [option.cost for choice in self.choices for option in choice]
+        if (self.cost < 0).any() or min(costs, default=0) < 0:
+            raise ValueError("a cost is below 0")
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -40,8 +40,7 @@ def solve(
 ) -> Solution | None:
     """The selection of least cost, to ``tolerance`` or as far as ``nodes`` reach.
 
-    Returns None if no selection was found that keeps to the limits: with one limit there
-    is none then.
+    Returns None if no selection was found that keeps to the limits.
     """
     return _Search(problem, tolerance, nodes).run()
 
