@@ -138,7 +138,9 @@ def nano(folder: Path) -> dict[str, list[dict[str, Any]]]:
     damages = {"reap_sum": Damage.of_criterion(table, "reap_sum", None, sizes)}
     if (folder / FILE_NAME).exists():
         measured = DamageTable.load(folder / FILE_NAME)
-        probed = "with" if any("probe" in key for key in measured.settings) else "without"
+        probed = (
+            "with" if any("probe" in key for key in measured.settings) else "without"
+        )
         damages[f"measured, {probed} probes"] = Damage.of_measured(measured)
     whole = ExpertPlan.identity(sizes.args.text_config)
     memory, tokens = sizes.plan_bytes(whole), sizes.bytes_per_token(whole)

@@ -204,7 +204,7 @@ def test_too_few_experts_were_chosen() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, -1.0])
 def test_a_score_that_is_none(value: float) -> None:
-    table = wide_table()
+    table = with_changed(wide_table())
     array = table.reap_sum.copy()
     array[0, 2, 7] = value * 1e6
     object.__setattr__(table, "reap_sum", array)
