@@ -28,6 +28,9 @@ from kimi_k3.planning.expert_plan import ExpertPlan, LayerPlan
 #: Every so many operations on the disk a process is killed there; at 1 it passes, too.
 STRIDE = 9
 
+#: Operations at the very end that need no room: journal and lock are removed.
+ENDING = 5
+
 PROGRAM = Path(__file__).parent / "programs" / "convert_and_die.py"
 
 #: Two MoE layers, one of two banks; a quantised class.
@@ -154,6 +157,9 @@ def test_a_full_disk_leaves_what_was_finished(
             out = tmp_path / f"full-{full}"
             answer = children.run(out, full=full)
             assert not answer["died"]
+            if full > operations - ENDING and not answer["error"]:
+                assert files_of(out) == whole
+                continue
             assert answer["error"].startswith("ConversionError"), answer
             assert "No space left on device" in answer["error"]
             if out.exists():
