@@ -11,9 +11,9 @@ from full_size_saliency import chosen_by_layer
 from plans import random_plan, wide_config, wide_table
 
 from kimi_k3.errors import PlanError
+from kimi_k3.planning.budget_choice import Choice, Limits
 from kimi_k3.planning.budget_plan import budget_plan
 from kimi_k3.planning.budget_proof import proven_bound
-from kimi_k3.planning.budget_task import Limits, Task
 from kimi_k3.planning.budget_tokens import TokenForm, frequencies
 from kimi_k3.planning.damage import Damage
 from kimi_k3.planning.expert_plan import ExpertPlan
@@ -140,7 +140,7 @@ def test_what_a_token_reads_as_a_sum() -> None:
 def test_the_proven_bound_at_any_prices(memory: int | None) -> None:
     """It is below damage plus price of every plan, and meets the one that is least."""
     limit = int(0.7 * SIZES.bytes_per_token(ExpertPlan.identity(TEXT)))
-    task = Task.of(DAMAGE, SIZES, None, None, CLASS_BITS, {})
+    choice = Choice.of(DAMAGE, SIZES, None, None, CLASS_BITS, {})
     limits = Limits(memory, limit, CHOSEN)
 
     def priced(plan: ExpertPlan, of_memory: float, of_token: float) -> float:
@@ -150,14 +150,14 @@ def test_the_proven_bound_at_any_prices(memory: int | None) -> None:
 
     plans = [random_plan(SIZES, seed) for seed in range(40)]
     plans = [plan for plan in plans if plan.low_bits == 2]
-    smallest = task.plan(*task.smallest(), {})
+    smallest = choice.plan(*choice.smallest(), {})
     whole = ExpertPlan.identity(TEXT)
     assert len(plans) > 5
     for prices in ([0.0, 0.0], [1e-6, 1e-6], [1e-6, 3e-6], [1e-5, 1e-6], [1.0, 1.0]):
         used = np.array(prices if memory is not None else prices[1:])
         by_plan = [priced(plan, *prices) for plan in (*plans, smallest, whole)]
         bound = proven_bound(
-            task, limits, used, task.states_of(whole), frequencies(DAMAGE, CHOSEN)
+            choice, limits, used, choice.states_of(whole), frequencies(DAMAGE, CHOSEN)
         )
         assert bound <= min(by_plan) + 1e-6 * max(prices)
         if prices[0] in (0.0, 1.0):

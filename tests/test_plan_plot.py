@@ -14,11 +14,9 @@ from plans import random_plan, wide_config, wide_table
 from kimi_k3.build.pictures import AMBER, BLUE
 from kimi_k3.cli import main
 from kimi_k3.errors import MissingPackageError, PlanError
+from kimi_k3.planning.budget_problem import LARGE, OFF, SMALL
 from kimi_k3.planning.expert_plan import ExpertPlan
 from kimi_k3.planning.plan_plot import (
-    DROPPED,
-    HIGH,
-    LOW,
     build_parts,
     described,
     draw,
@@ -83,7 +81,7 @@ def test_the_picture_is_the_plan(plan: ExpertPlan) -> None:
     for row, layer in enumerate(plan.layers.values()):
         best = sorted(range(16), key=lambda e, row=row: (-score[row, e], e))
         wanted = [
-            HIGH if e in layer.high else LOW if e in layer.low else DROPPED
+            LARGE if e in layer.high else SMALL if e in layer.low else OFF
             for e in best
         ]
         assert fates[row].tolist() == wanted

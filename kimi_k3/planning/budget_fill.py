@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .budget_problem import OFF, Problem
+from .budget_problem import LARGE, OFF, SMALL, Problem
 
-_STATES = (0, 1, 2)
+_STATES = (OFF, SMALL, LARGE)
 _MOST_PASSES = 20
 _MOST_TRIED = 5_000
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..build.saliency import TOOL
+from .budget_choice import Choice, Limits
 from .budget_fixed import fixed_states, width_sets
 from .budget_problem import LARGE, Solution
 from .budget_proof import proven_bound
 from .budget_solver import TOLERANCE, solve
-from .budget_task import Limits, Task
 from .budget_tokens import TokenForm, frequencies
 from .damage import Damage
 from .expert_plan import ExpertPlan
@@ -98,17 +98,17 @@ def budget_plan(
     Raises PlanError if nothing keeps to the limits, with the least that would do.
     """
     started = time.perf_counter()
-    task = Task.of(damage, sizes, least, low_bits, allowed_bits, fixed_bits or {})
+    choice = Choice.of(damage, sizes, least, low_bits, allowed_bits, fixed_bits or {})
     limits = Limits(memory, bytes_per_token, frequency)
     frequencies(damage, frequency)
-    task.check_possible(limits)
-    found = _Found(task, limits)
-    found.offer(*task.smallest())
-    search = _search(task, limits, found, tolerance)
-    fixed = _offer_fixed(task, found)
+    choice.check_possible(limits)
+    found = _Found(choice, limits)
+    found.offer(*choice.smallest())
+    search = _search(choice, limits, found, tolerance)
+    fixed = _offer_fixed(choice, found)
     for plan in candidates:
         damage.check_plan(plan)
-        found.offer(task.states_of(plan), plan.bits)
+        found.offer(choice.states_of(plan), plan.bits)
     lost, states, bits = found.best
     bound = min(search.bound, lost)
     about = {
@@ -118,12 +118,12 @@ def budget_plan(
         **damage.origin,
         "memory": memory,
         "bytes_per_token": bytes_per_token,
-        "least": task.least,
+        "least": choice.least,
         "damage": lost,
         "bound": bound,
         "tool": TOOL,
     }
-    plan = task.plan(states, bits, about)
+    plan = choice.plan(states, bits, about)
     return BudgetResult(
         plan=plan,
         damage=lost,
@@ -142,29 +142,29 @@ def budget_plan(
 class _Found:
     """The best choice within the limits so far; nothing else is let in."""
 
-    def __init__(self, task: Task, limits: Limits) -> None:
-        self.task, self.limits = task, limits
+    def __init__(self, choice: Choice, limits: Limits) -> None:
+        self.choice, self.limits = choice, limits
         self.best: tuple[float, np.ndarray, dict[str, int]]
         self._lost = float("inf")
 
     def offer(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
         """Take it if it loses less and keeps to the limits; whether it keeps to them."""
         fits = self.fits(states, bits)
-        lost = self.task.damage.of_states(states, bits)
+        lost = self.choice.damage.of_states(states, bits)
         if fits and lost < self._lost:
             self._lost, self.best = lost, (lost, states, dict(bits))
         return fits
 
     def fits(self, states: np.ndarray, bits: Mapping[str, int]) -> bool:
         memory, tokens = self.limits.memory, self.limits.bytes_per_token
-        if memory is not None and self.task.bytes_of(states, bits) > memory:
+        if memory is not None and self.choice.bytes_of(states, bits) > memory:
             return False
         return tokens is None or self.read(states, bits) <= tokens
 
     def read(self, states: np.ndarray, bits: Mapping[str, int]) -> int:
         """Bytes that a token reads."""
-        plan = self.task.plan(states, bits, {})
-        return self.task.sizes.bytes_per_token(plan, self.limits.frequency)
+        plan = self.choice.plan(states, bits, {})
+        return self.choice.sizes.bytes_per_token(plan, self.limits.frequency)
 
 
 @dataclass
@@ -182,27 +182,27 @@ class _Search:
         self.evaluations += solution.evaluations
 
 
-def _search(task: Task, limits: Limits, found: _Found, tolerance: float) -> _Search:
+def _search(choice: Choice, limits: Limits, found: _Found, tolerance: float) -> _Search:
     """Offer what the solver finds, with memory as the only limit, then with both."""
     result = _Search()
-    states = np.full(task.damage.drop.shape, LARGE, np.int8)
+    states = np.full(choice.damage.drop.shape, LARGE, np.int8)
     if limits.memory is not None:
-        solution = solve(task.problem(limits.memory, None), tolerance=tolerance)
+        solution = solve(choice.problem(limits.memory, None), tolerance=tolerance)
         if solution is not None:
             result.count(solution)
             # With one limit more, no plan can lose less.
             result.bound = solution.bound
             states = solution.states
-            if found.offer(states, task.bits_of(solution.picked)):
+            if found.offer(states, choice.bits_of(solution.picked)):
                 return result
     if limits.bytes_per_token is not None:
-        frequency = frequencies(task.damage, limits.frequency)
-        _search_rounds(task, limits, found, tolerance, frequency, states, result)
+        frequency = frequencies(choice.damage, limits.frequency)
+        _search_rounds(choice, limits, found, tolerance, frequency, states, result)
     return result
 
 
 def _search_rounds(
-    task: Task,
+    choice: Choice,
     limits: Limits,
     found: _Found,
     tolerance: float,
@@ -215,8 +215,8 @@ def _search_rounds(
     limit = limits.bytes_per_token - 1  # what is read is rounded
     before, prices = 0.0, None
     for number in range(_ROUNDS):
-        form = TokenForm.around(states, frequency, task.sizes, task.damage.low_bits)
-        problem = task.problem(limits.memory, (limit, form))
+        form = TokenForm.around(states, frequency, choice.sizes, choice.damage.low_bits)
+        problem = choice.problem(limits.memory, (limit, form))
         solution = solve(problem, tolerance=tolerance, nodes=_NODES)
         if solution is None:
             if states is found.best[1]:
@@ -226,7 +226,7 @@ def _search_rounds(
             continue
         result.count(solution)
         prices = solution.prices
-        states, bits = solution.states, task.bits_of(solution.picked)
+        states, bits = solution.states, choice.bits_of(solution.picked)
         fits = found.offer(states, bits)
         if fits and abs(solution.cost - before) <= tolerance * before:
             break
@@ -235,29 +235,29 @@ def _search_rounds(
         if number >= _TURNS or 0 < over <= _SMALL_EXCESS * limits.bytes_per_token:
             limit = min(limit - over, limits.bytes_per_token - 1)
     if prices is not None:
-        proven = proven_bound(task, limits, prices, states, frequency)
+        proven = proven_bound(choice, limits, prices, states, frequency)
         result.bound = max(result.bound, proven)
     if found.best[0] - result.bound > _LARGE_GAP * found.best[0]:
-        form = TokenForm.below(frequency, task.sizes, task.damage.low_bits)
-        problem = task.problem(limits.memory, (limits.bytes_per_token + 0.5, form))
+        form = TokenForm.below(frequency, choice.sizes, choice.damage.low_bits)
+        problem = choice.problem(limits.memory, (limits.bytes_per_token + 0.5, form))
         solution = solve(problem, tolerance=tolerance, nodes=_NODES)
         if solution is not None:
             result.count(solution, result.solver_gap)
             result.bound = max(result.bound, solution.bound)
 
 
-def _offer_fixed(task: Task, found: _Found) -> dict[str, float]:
+def _offer_fixed(choice: Choice, found: _Found) -> dict[str, float]:
     """Offer plans by rule; the damage of those at the widths found so far."""
     own = found.best[2]
     memory = found.limits.memory
-    low, high = task.pair
+    low, high = choice.pair
     named: dict[str, float] = {}
-    for bits in width_sets(task.classes, own):
-        decided = task.bytes_of(np.zeros(0), bits)
-        most = task.damage.drop.size * high
+    for bits in width_sets(choice.classes, own):
+        decided = choice.bytes_of(np.zeros(0), bits)
+        most = choice.damage.drop.size * high
         room = most if memory is None else memory - decided
-        for name, states in fixed_states(task.damage, room, low, high, task.least):
-            lost = task.damage.of_states(states, bits)
+        for name, states in fixed_states(choice.damage, room, low, high, choice.least):
+            lost = choice.damage.of_states(states, bits)
             if bits == own and found.fits(states, bits):
                 named[name] = lost
             if lost < found.best[0]:

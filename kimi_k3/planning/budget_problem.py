@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: States of an item.
+#: States of an item; of an expert: dropped, in the low bank, in the high one.
 OFF, SMALL, LARGE = 0, 1, 2
 
 

@@ -7,16 +7,16 @@ for themselves, and :func:`~.budget_ratio.ratio_bounds` bounds the layers.
 
 import numpy as np
 
+from .budget_choice import Choice, Limits
 from .budget_problem import LARGE, OFF, SMALL
 from .budget_ratio import ratio_bounds
-from .budget_task import Limits, Task
 
 #: Relative to the damage: how much of it the intervals of the layers may cost.
 _LEFT_OPEN = 3e-4
 
 
 def proven_bound(
-    task: Task,
+    choice: Choice,
     limits: Limits,
     prices: np.ndarray,
     states: np.ndarray,
@@ -30,10 +30,10 @@ def proven_bound(
         frequency: (L, E) of row sum 1.
     """
     assert limits.bytes_per_token is not None
-    sizes, damage = task.sizes, task.damage
+    sizes, damage = choice.sizes, choice.damage
     of_memory = float(prices[0]) if limits.memory is not None else 0.0
     of_token = float(prices[-1])
-    low, high = task.pair
+    low, high = choice.pair
     top_k = sizes.args.text_config.num_experts_per_token
     row = of_token * sizes.router_bytes
     priced = np.stack(
@@ -54,13 +54,13 @@ def proven_bound(
     target = reached - _LEFT_OPEN * lost / len(states)
     total = (
         damage.drop.sum()
-        + ratio_bounds(priced, frequency, weight, task.least, target).sum()
+        + ratio_bounds(priced, frequency, weight, choice.least, target).sum()
     )
-    for name, found in task.classes.items():
+    for name, found in choice.classes.items():
         total += min(
             damage.classes[name][bits]
             + of_memory * nbytes
-            + of_token * task.read_of(name, nbytes)
+            + of_token * choice.read_of(name, nbytes)
             for bits, nbytes in found.items()
         )
     text = sizes.rest - sizes.vision

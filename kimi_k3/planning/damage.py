@@ -16,8 +16,10 @@ import numpy as np
 
 from ..build.retention import layer_shares
 from ..build.saliency import SaliencyTable
+from ..conversion.build_config import EXPERT_MATRICES
 from ..errors import PlanError
 from ..models import Model
+from .budget_problem import LARGE, OFF, SMALL
 from .expert_plan import LOW_BITS, ExpertPlan
 from .matrix_classes import CLASS_BITS, affine_format, class_matrices, inputs_of
 from .plan_sizes import SourceSizes
@@ -34,9 +36,6 @@ ASSUMED_ERRORS = {
     8: 0.000025,
     16: 0.0,
 }
-
-#: Errors of an expert's matrices (gate, up, down) add up.
-EXPERT_MATRICES = 3
 
 _MEASURE = "Measure again with `kimi-k3 damage`."
 
@@ -152,7 +151,8 @@ class Damage:
         named = None if weights is None else dict(weights)
         check_source(table, sizes.args.text_config)
         drop = layer_shares(checked_scores(table, criterion, named))
-        low = min(1.0, EXPERT_MATRICES * ASSUMED_ERRORS[low_bits])
+        # Errors of an expert's matrices add up.
+        low = min(1.0, len(EXPERT_MATRICES) * ASSUMED_ERRORS[low_bits])
         return cls(
             layers=table.layers,
             experts=int(table.experts.max()),
@@ -206,15 +206,16 @@ class Damage:
         Raises PlanError for a plan of another checkpoint, low width or class.
         """
         self.check_plan(plan)
-        states = np.zeros(self.drop.shape, np.int8)
+        states = np.full(self.drop.shape, OFF, np.int8)
         for row, layer in zip(states, self.layers, strict=True):
             chosen = plan.layers[int(layer)]
-            row[list(chosen.low)], row[list(chosen.high)] = 1, 2
+            row[list(chosen.low)], row[list(chosen.high)] = SMALL, LARGE
         return self.of_states(states, plan.bits)
 
     def of_states(self, states: np.ndarray, bits: Mapping[str, int]) -> float:
-        """The same of experts (L, E) that are dropped (0), low (1) or high (2)."""
-        lost = np.where(states == 0, self.drop, np.where(states == 1, self.low, 0.0))
+        """The same of experts (L, E): states as in :mod:`.budget_problem`."""
+        kept = np.where(states == SMALL, self.low, 0.0)
+        lost = np.where(states == OFF, self.drop, kept)
         classes = [self.classes[name][width] for name, width in bits.items()]
         return math.fsum([*lost[lost > 0].tolist(), *classes])
 

@@ -24,7 +24,7 @@ from .probed_damage import probed
 from .scores import check_source
 
 #: Width of the low bank, unless another is asked for.
-LOW_BITS = 2
+USUAL_LOW_BITS = 2
 
 #: What saliency is measured by in the report of a plan that measured damage made.
 SALIENCY = "reap_sum"
@@ -158,7 +158,7 @@ def _damage(
     probes = None
     if request.probes and folder is not None and (folder / FILE_NAME).is_file():
         probes = ProbeTable.load(folder / FILE_NAME)
-    low_bits = request.low_bits or LOW_BITS
+    low_bits = request.low_bits or USUAL_LOW_BITS
     if request.kind in ("uniform", "global") and probes is not None:
         low_bits = int(probes.low_bits[0])  # there is no low bank
     if request.criterion == DAMAGE:
@@ -231,6 +231,6 @@ def _by_rule(
         scores,
         high=request.high,
         low=request.low,
-        low_bits=request.low_bits or LOW_BITS,
+        low_bits=request.low_bits or USUAL_LOW_BITS,
         **common,
     )

@@ -18,6 +18,7 @@ from ..build.pictures import (
 )
 from ..build.saliency import SaliencyTable
 from ..errors import PlanError
+from .budget_problem import LARGE, OFF, SMALL
 from .expert_plan import ExpertPlan
 from .plan_report import PlanReport
 from .plan_sizes import EMBEDDING
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: What becomes of an expert, its colour, from the last to the first.
-DROPPED, LOW, HIGH = range(3)
+#: Of an expert that is OFF, SMALL or LARGE.
 COLOURS = PALE, AMBER, BLUE
 
 #: Characters of a line of a title.
@@ -63,11 +63,11 @@ def draw(
 
 
 def sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
-    """(L, E): HIGH, LOW or DROPPED of each layer's experts, the most salient first."""
-    fates = np.full(score.shape, DROPPED)
+    """(L, E): LARGE, SMALL or OFF of each layer's experts, the most salient first."""
+    fates = np.full(score.shape, OFF)
     for row, layer in enumerate(plan.layers.values()):
-        fates[row, list(layer.high)] = HIGH
-        fates[row, list(layer.low)] = LOW
+        fates[row, list(layer.high)] = LARGE
+        fates[row, list(layer.low)] = SMALL
     best = np.argsort(-score, axis=1, kind="stable")
     return np.take_along_axis(fates, best, axis=1)
 
@@ -81,8 +81,8 @@ def _allocation(figure: "Figure", report: PlanReport, fates: np.ndarray) -> None
     axes.imshow(
         fates,
         cmap=ListedColormap(COLOURS),
-        vmin=DROPPED,
-        vmax=HIGH,
+        vmin=OFF,
+        vmax=LARGE,
         aspect="auto",
         interpolation="nearest",
         extent=(0, report.experts, count - 0.5, -0.5),
@@ -117,8 +117,8 @@ def _layers(figure: "Figure", report: PlanReport) -> None:
 
 def _stacked(axes: "Axes", at: list[int], high: np.ndarray, low: np.ndarray) -> None:
     # A hair wider than a layer: no white lines between bars.
-    axes.bar(at, high, color=COLOURS[HIGH], width=1.02, lw=0)
-    axes.bar(at, low, bottom=high, color=COLOURS[LOW], width=1.02, lw=0)
+    axes.bar(at, high, color=COLOURS[LARGE], width=1.02, lw=0)
+    axes.bar(at, low, bottom=high, color=COLOURS[SMALL], width=1.02, lw=0)
     axes.grid(visible=False, axis="x")
 
 
@@ -148,7 +148,7 @@ def _bytes(figure: "Figure", report: PlanReport) -> None:
     axes[0].invert_yaxis()
     _title(figure, report, "Where the bytes are")
     if report.sizes.low.experts:
-        _legend(figure, {HIGH: "mxfp4", LOW: f"{report.low_bits} bits"})
+        _legend(figure, {LARGE: "mxfp4", SMALL: f"{report.low_bits} bits"})
 
 
 def build_parts(report: PlanReport) -> dict[str, int]:
@@ -192,11 +192,11 @@ def _shares(report: PlanReport, *, dropped: bool = True) -> dict[int, str]:
     """What becomes of experts, and of what share of them."""
     total = len(report.layers) * report.experts
     high, low = report.sizes.high.experts, report.sizes.low.experts
-    named = {HIGH: f"mxfp4 {high / total:.1%}"}
+    named = {LARGE: f"mxfp4 {high / total:.1%}"}
     if low:
-        named[LOW] = f"{report.low_bits} bits {low / total:.1%}"
+        named[SMALL] = f"{report.low_bits} bits {low / total:.1%}"
     if dropped:
-        named[DROPPED] = f"dropped {1 - (high + low) / total:.1%}"
+        named[OFF] = f"dropped {1 - (high + low) / total:.1%}"
     return named
 
 

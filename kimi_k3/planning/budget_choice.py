@@ -32,7 +32,7 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class Choice:
     """What may be chosen, and what it costs in bytes."""
 
     damage: Damage
@@ -49,7 +49,7 @@ class Task:
         low_bits: int | None,
         allowed: Collection[int],
         fixed: Mapping[str, int],
-    ) -> "Task":
+    ) -> "Choice":
         text = sizes.args.text_config
         top_k = text.num_experts_per_token
         damage.check_plan(ExpertPlan.identity(text))
@@ -82,7 +82,7 @@ class Task:
         """The choice that is smallest in memory and per token alike."""
         low, high = self.pair
         order = np.argsort(-self.damage.drop, axis=1, kind="stable")
-        states = np.zeros(self.damage.drop.shape, np.int8)
+        states = np.full(self.damage.drop.shape, OFF, np.int8)
         state = SMALL if low < high else LARGE
         np.put_along_axis(states, order[:, : self.least], np.int8(state), axis=1)
         return states, {name: min(found) for name, found in self.classes.items()}
