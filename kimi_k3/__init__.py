@@ -12,16 +12,27 @@ if TYPE_CHECKING:
     from .conversion.convert import convert
     from .loading import load
     from .planning.make_plan import plan
+    from .planning.measure import damage
     from .registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "calibrate", "convert", "load", "plan", "register", "verify"]
+__all__ = [
+    "__version__",
+    "calibrate",
+    "convert",
+    "damage",
+    "load",
+    "plan",
+    "register",
+    "verify",
+]
 
 #: Public name → the module that it comes from, imported when it is first asked for.
 _HOMES = {
     "calibrate": ".build.calibrate",
     "convert": ".conversion.convert",
+    "damage": ".planning.measure",
     "load": ".loading",
     "plan": ".planning.make_plan",
     "register": ".registration",

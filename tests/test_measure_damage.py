@@ -25,6 +25,7 @@ from kimi_k3.planning.matrix_classes import CLASS_BITS
 from kimi_k3.planning.measure_damage import Progress, measure_damage
 
 LAYERS = 3
+LOW_BITS = (2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ def tensors(source: Path) -> dict[str, mx.array]:
 @pytest.fixture(scope="module")
 def table(source: Path, calibration: Path) -> DamageTable:
     out = calibration.parent / "table.npz"
-    return measure_damage(source, calibration, experts_per_layer=3, out=out)
+    return measure_damage(
+        source, calibration, low_bits=LOW_BITS, experts_per_layer=3, out=out
+    )
 
 
 def expert_matrix(
@@ -191,7 +194,9 @@ def test_fewer_rows_give_like_figures(
     source: Path, calibration: Path, table: DamageTable
 ):
     out = calibration.parent / "few.npz"
-    few = measure_damage(source, calibration, experts_per_layer=3, rows=32, out=out)
+    few = measure_damage(
+        source, calibration, low_bits=LOW_BITS, experts_per_layer=3, rows=32, out=out
+    )
     assert np.array_equal(few.drop, table.drop)
     some = table.classes_damage > 0
     ratios = few.classes_damage[some] / table.classes_damage[some]
@@ -206,9 +211,9 @@ def test_goes_on_where_it_was_stopped(
     monkeypatch.setattr(
         module, "measure_classes", lambda m, *others: all_classes(m[:1], *others)
     )
-    table = measure_damage(
-        source, calibration, experts_per_layer=3, out=calibration.parent / "whole.npz"
-    )
+    options: Any = {"low_bits": LOW_BITS, "experts_per_layer": 3}
+    whole_table = calibration.parent / "whole.npz"
+    table = measure_damage(source, calibration, out=whole_table, **options)
     partial, result = calibration / "damage-partial", calibration / "damage.npz"
     calls: list[Progress] = []
 
@@ -217,7 +222,6 @@ def test_goes_on_where_it_was_stopped(
         if progress.layer == 1:
             raise KeyboardInterrupt
 
-    options: Any = {"experts_per_layer": 3}
     with pytest.raises(KeyboardInterrupt):
         measure_damage(source, calibration, progress=stop, **options)
     assert sorted(path.name for path in partial.glob("*.npz")) == [
@@ -228,7 +232,7 @@ def test_goes_on_where_it_was_stopped(
     assert calls[-1].bytes_left > 0
     assert calls[-1].seconds_left is not None
     with pytest.raises(PartialResultError, match=r"low_bits = \[2, 3\], .* --restart"):
-        measure_damage(source, calibration, low_bits=[2], **options)
+        measure_damage(source, calibration, **options | {"low_bits": [2]})
     whole = (partial / "layer-001.npz").read_bytes()
     (partial / "layer-001.npz").write_bytes(whole[:-40])
     with pytest.raises(PartialResultError, match="layer-001.npz is damaged"):
@@ -253,7 +257,7 @@ def test_goes_on_where_it_was_stopped(
     assert "nothing to do" in notes[-1]
     assert len(measured) == 1
     with pytest.raises(PartialResultError, match="experts_per_layer = 3"):
-        measure_damage(source, calibration, experts_per_layer=2)
+        measure_damage(source, calibration, **options | {"experts_per_layer": 2})
     afresh = measure_damage(source, calibration, restart=True, **options)
     assert (afresh.digest, len(measured)) == (table.digest, 3)
 
@@ -293,17 +297,22 @@ def test_missing_moments_are_named(source: Path, calibration: Path, tmp_path: Pa
 def test_command(
     source: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    out = tmp_path / "damage.npz"
+    copy = tmp_path / "calibration"
+    copy.mkdir()
+    for path in calibration.iterdir():
+        if path.name not in ("damage.npz", "probes.npz"):
+            (copy / path.name).symlink_to(path)
+    out = copy / "damage.npz"
     command = [
         "damage",
         str(source),
-        str(calibration),
+        str(copy),
         "--low-bits",
         "2",
         "--rows",
         "8",
     ]
-    command += ["--experts-per-layer", "1", "--out", str(out)]
+    command += ["--experts-per-layer", "1"]
     command += ["--probes", "off"]
     assert main(command) == 0
     printed = capsys.readouterr()

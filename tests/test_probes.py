@@ -7,9 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from calibration_cases import samples_for, write_source
+from calibration_cases import samples_for, samples_of, write_source
 from closeness import assert_close, to_numpy
-from tiny_k3 import WIDE_EXPERTS
+from tiny_k3 import WIDE_EXPERTS, t1_config
 
 import kimi_k3
 from kimi_k3.build.calibrate import calibrate
@@ -18,16 +18,20 @@ from kimi_k3.build.layer_stream import LayerStream
 from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.build.sample_rows import Samples
 from kimi_k3.checkpoint.stored_format import StoredFormat
-from kimi_k3.errors import PlanError
+from kimi_k3.config import ModelArgs
+from kimi_k3.errors import PartialResultError, PlanError
 from kimi_k3.loading import load
+from kimi_k3.models import Model
 from kimi_k3.planning import probe_damage as module
 from kimi_k3.planning.damage import Damage
 from kimi_k3.planning.damage_table import DamageTable
 from kimi_k3.planning.matrix_classes import class_matrices
 from kimi_k3.planning.measure_damage import measure_damage
 from kimi_k3.planning.probe_damage import Pass, measure_probes
+from kimi_k3.planning.probe_list import LOW_LAYERS, all_probes
 from kimi_k3.planning.probe_run import run_probes
 from kimi_k3.planning.probe_table import FILE_NAME, ProbeTable
+from kimi_k3.planning.probe_text import WINDOW, probe_windows
 from kimi_k3.planning.probed_damage import probed
 from kimi_k3.planning.probes import (
     NO_LAYER,
@@ -204,6 +208,7 @@ def test_everything_is_probed_once(table: ProbeTable, source: Path):
     assert table.dropped.sum(axis=1).tolist() == [8, 8]
     assert (table.drop_divergence > 0).all()
     assert (table.low_divergence > 0).all()
+    assert (table.tokens > 0).all()
     # Fewer bits move the answers further.
     mean = table.mean(table.class_divergence, None)
     assert (mean[:, 0] < mean[:, 2]).all()
@@ -303,7 +308,7 @@ def test_a_changed_file_is_named(table: ProbeTable, tmp_path: Path):
     path = table.save(tmp_path / "probes.npz")
     assert ProbeTable.load(path).digest == table.digest
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(table.drop_divergence.tobytes())] ^= 1
     path.write_bytes(content)
     with pytest.raises(PlanError, match=str(path)):
         ProbeTable.load(path)
@@ -328,3 +333,83 @@ def test_plans_are_made_in_nats_where_there_are_probes(
     assert without.damage is not None
     assert not without.damage.nats
     assert "and probes" not in without.text()
+
+
+def test_other_settings_are_refused(
+    source: Path, calibration: Path, damage: DamageTable, table: ProbeTable
+):
+    with pytest.raises(PartialResultError, match="tokens = 24, which is 36 now"):
+        measure_probes(source, calibration, damage, tokens=36)
+    with pytest.raises(PlanError, match="0 tokens"):
+        measure_probes(source, calibration, damage, tokens=0)
+
+
+def test_a_corpus_that_was_not_probed_has_no_weight(table: ProbeTable):
+    tokens = table.tokens.copy()
+    tokens[1] = 0
+    partly = replace(table, tokens=tokens)
+    with pytest.raises(PlanError, match="no text of corpus prose was probed"):
+        partly.mean(partly.drop_divergence, None)
+    found = partly.mean(partly.drop_divergence, {"code": 3, "chinese": 1})
+    by_hand = 0.75 * table.drop_divergence[0] + 0.25 * table.drop_divergence[2]
+    np.testing.assert_allclose(found, by_hand)
+
+
+def test_without_weights_corpora_count_as_they_were_calibrated(table: ProbeTable):
+    shares = np.array([0.2, 0.3, 0.5])
+    found = replace(table, shares=shares).mean(table.drop_divergence, None)
+    np.testing.assert_allclose(found, shares @ table.drop_divergence)
+
+
+def test_layers_that_were_not_lowered_follow_what_they_fell(
+    table: ProbeTable, damage: DamageTable
+):
+    low = table.low_divergence.copy()
+    low[:, :, 1] = np.nan
+    errors = Damage.of_measured(damage, 2)
+    found = probed(errors, replace(table, low_divergence=low))
+    fallen = table.mean(table.drop_divergence, None)
+    tried = table.mean(table.low_divergence, None)[0, 0]
+    wanted = np.minimum(
+        errors.low[1] / errors.low[1].sum() * tried * fallen[1] / fallen[0],
+        found.drop[1],
+    )
+    np.testing.assert_allclose(found.low[1], wanted)
+
+
+def test_few_layers_are_lowered_in_a_deep_model():
+    layers = {
+        "num_hidden_layers": 40,
+        "linear_attn_config": {
+            "kda_layers": list(range(1, 40)),
+            "full_attn_layers": [40],
+        },
+    }
+    model = Model(ModelArgs.from_dict(t1_config(**WIDE_EXPERTS | layers)))
+    dropped = np.ones((39, 16), bool)
+    probes = all_probes(model, dropped)
+    lowered = [p.first for p in probes if isinstance(p, LowProbe)]
+    assert len(lowered) == LOW_LAYERS
+    assert (lowered[0], lowered[-1]) == (1, 39)
+    assert sum(isinstance(p, DropProbe) for p in probes) == 39
+
+
+def test_every_corpus_has_windows_of_its_own():
+    # Rows of one corpus after the other; the last is scattered and rare.
+    rows, length = 12, 2 * WINDOW
+    labels = np.repeat(np.arange(3), 4)[:, None] * np.ones(length, int)
+    labels[:, -5:] = -1
+    labels[2, 7:9] = 3
+    ids = np.arange(rows * length).reshape(rows, length) % 97
+    samples = replace(
+        samples_of("tokenizer", ids, np.minimum(labels, 2)),
+        corpora=tuple("abcd"),
+        labels=labels.astype(np.int16),
+    )
+    found, of = probe_windows(samples, 4 * WINDOW)
+    counts = np.bincount(of[of >= 0], minlength=4)
+    assert found.shape == of.shape == (4, WINDOW)
+    assert (counts > 0).all()
+    assert counts[3] == 2, "all there is"
+    more, _ = probe_windows(samples, 12 * WINDOW)
+    assert len(more) > len(found)

@@ -34,6 +34,7 @@ def test_public_names():
         "__version__",
         "calibrate",
         "convert",
+        "damage",
         "load",
         "plan",
         "register",

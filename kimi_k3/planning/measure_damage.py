@@ -72,7 +72,7 @@ def measure_damage(
     source: str | Path,
     calibration: str | Path,
     *,
-    low_bits: Sequence[int] = (2, 3),
+    low_bits: Sequence[int] = (2,),
     experts_per_layer: int = EXPERTS,
     rows: int = ROWS,
     out: str | Path | None = None,
@@ -211,7 +211,7 @@ class _Run:
             if not path.exists():
                 break
             found[layer], settings = LayerDamage.load(path, RESTART)
-            _refuse_other(path, settings, self.settings)
+            refuse_other(path, settings, self.settings)
         return found
 
     def _layer(self, layer: int) -> LayerDamage:
@@ -291,13 +291,14 @@ def _finished(path: Path, settings: Mapping[str, Any]) -> DamageTable | None:
         table = DamageTable.load(path)
     except PlanError as error:
         raise PartialResultError(f"{error} {RESTART}") from error
-    _refuse_other(path, table.settings, settings)
+    refuse_other(path, table.settings, settings)
     return table
 
 
-def _refuse_other(
+def refuse_other(
     path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
+    """Raise PartialResultError if the settings in ``path`` are not those of now."""
     for name, value in wanted.items():
         if found.get(name) != value:
             raise PartialResultError(

@@ -1,4 +1,4 @@
-"""Measures what a build would lose: probes of every class, and of every layer's experts.
+"""Measures how far the answers move: every probe of a checkpoint, on calibrated text.
 
 One part of ``kimi-k3 damage``. Probes run in passes, each of which reads the checkpoint
 once; what a finished pass found is kept, so that a killed run repeats one pass at most.
@@ -21,25 +21,27 @@ from ..build.folder_lock import locked_folder
 from ..build.input_moments import LayerMoments
 from ..build.journal import MOMENTS, SAMPLES, writing
 from ..build.layer_stream import LayerStream
-from ..build.saliency import SaliencyTable
+from ..build.saliency import TOOL, SaliencyTable
 from ..build.sample_rows import Samples
 from ..build.sealed_npz import read_sealed, write_sealed
-from ..checkpoint.names import layer_of
 from ..errors import PlanError
+from ..machine.hardware import read_machine
 from .damage_table import DamageTable
-from .matrix_classes import affine_format, class_matrices, inputs_of
+from .measure_damage import refuse_other
+from .probe_list import PROBED_BITS, all_probes, lesser_halves, passes_of, work_of
 from .probe_run import run_probes
 from .probe_table import FILE_NAME, ProbeTable
-from .probes import NO_LAYER, ClassProbe, DropProbe, LowProbe, Probe
-
-#: Widths that classes are tried at; others lie between.
-PROBED_BITS = (8, 4, 3)
+from .probe_text import probe_windows
+from .probes import ClassProbe, LowProbe, Probe
 
 #: Tokens to probe with: enough for means, few enough for hundreds of probes.
 TOKENS = 4096
 
 #: Bytes of hidden states that a pass may hold, unless told otherwise.
 MEMORY = 64_000_000_000
+
+#: Tokens that go through a layer together.
+STEP_TOKENS = 2048
 
 PARTIAL = "probes-partial"
 
@@ -80,115 +82,167 @@ def measure_probes(
     Args:
         damage: what was measured of the same source; tells which experts matter least,
             and the widths of the low bank.
-        tokens, memory: see :func:`probe_damage`.
+        tokens: of the calibration's samples, an equal part of each corpus.
+        memory: bytes of hidden states that a pass may hold.
         restart: discard what was probed before.
 
     Computed in float32, so that rounding of activations is not taken for damage. Raises
-    PlanError for a calibration or measurement of another checkpoint.
+    PlanError for a calibration or measurement of another checkpoint, PartialResultError
+    for a finished table of other settings.
     """
+    if tokens < 1:
+        raise PlanError(f"probes are to read {tokens} tokens; wanted 1 or more.")
     folder = Path(calibration)
-    path, partial = folder / FILE_NAME, folder / PARTIAL
-    table = SaliencyTable.load(folder)
+    table, samples = SaliencyTable.load(folder), Samples.load(folder / SAMPLES)
     if dict(table.source) != dict(damage.source):
         raise PlanError(
             f"{folder} is of another checkpoint than the measured damage. Measure again "
             "with `kimi-k3 damage`."
         )
+    if samples.fingerprint != table.samples["fingerprint"]:
+        raise PlanError(
+            f"{folder / SAMPLES} is not what was calibrated on. Take it from a copy, or "
+            "calibrate again."
+        )
+    path = folder / FILE_NAME
+    stream = LayerStream(source, dtype=mx.float32)
+    run = _Run(stream, folder, table, samples, damage, tokens)
     with locked_folder(folder, PARTIAL, "probed", PlanError):
         if restart:
-            _discard(partial)
+            _discard(folder / PARTIAL)
         elif path.exists():
             found = ProbeTable.load(path)
-            if found.low_bits.tolist() == list(damage.low_bits):
-                return found
-        stream = LayerStream(source, dtype=mx.float32)
-
-        def moments(layer: int) -> LayerMoments:
-            return LayerMoments.load(folder / MOMENTS / f"layer-{layer:03d}.npz")
-
+            refuse_other(path, found.settings, run.settings)
+            return found
         with writing(folder):
-            result = probe_damage(
-                stream,
-                table,
-                Samples.load(folder / SAMPLES),
-                damage.drop,
-                partial,
-                low_bits=damage.low_bits,
-                tokens=tokens,
-                memory=memory,
-                moments=moments,
-                progress=progress,
-            )
+            result = run.table(memory, progress)
             result.save(path)
-        _discard(partial)
+        _discard(folder / PARTIAL)
     return result
 
 
-def _discard(partial: Path) -> None:
-    for path in partial.glob("probes-*.npz"):
-        path.unlink()
+class _Run:
+    """All probes of one checkpoint, and what they gave."""
 
-
-def probe_damage(
-    stream: LayerStream,
-    table: SaliencyTable,
-    samples: Samples,
-    share: np.ndarray,
-    partial: Path,
-    *,
-    low_bits: Sequence[int] = (2,),
-    bits: Sequence[int] = PROBED_BITS,
-    tokens: int = TOKENS,
-    memory: int = MEMORY,
-    moments: Callable[[int], LayerMoments | None] = lambda layer: None,
-    progress: Callable[[Pass], None] | None = None,
-) -> ProbeTable:
-    """Run every probe.
-
-    Args:
-        stream: the source. table: its calibration. samples: the calibration's.
-        share: (L, E), how much of its layer each expert is; of each layer the lesser
-            half is dropped.
-        partial: folder for what finished passes found.
-        tokens: of the samples, in whole rows drawn evenly.
-        memory: bytes of hidden states that a pass may hold.
-
-    Raises PlanError for samples of other text or another tokenizer than the
-    calibration's.
-    """
-    if samples.fingerprint != table.samples["fingerprint"]:
-        raise PlanError(
-            "the samples are not those of the calibration. Use its own samples.npz."
+    def __init__(
+        self,
+        stream: LayerStream,
+        folder: Path,
+        table: SaliencyTable,
+        samples: Samples,
+        damage: DamageTable,
+        tokens: int,
+    ):
+        self.stream, self.folder = stream, folder
+        self.calibrated, self.samples = table, samples
+        self.tokens, self.labels = probe_windows(samples, tokens)
+        experts = damage.experts.tolist()
+        self.dropped = lesser_halves(damage.drop, experts, table.top_k)
+        self.bits, self.low_bits = PROBED_BITS, tuple(damage.low_bits)
+        self.probes = all_probes(
+            stream.model, self.dropped, bits=self.bits, low_bits=self.low_bits
         )
-    rows = _rows(samples, tokens)
-    dropped = _lesser_halves(share, table)
-    probes = _all_probes(stream, table, dropped, bits, low_bits)
-    per_row = _state_bytes(stream, samples.length)
-    at_once = max(1, int(memory // (per_row * len(rows))) - 1)
-    passes = [probes[at : at + at_once] for at in range(0, len(probes), at_once)]
-    partial.mkdir(parents=True, exist_ok=True)
-    found: dict[Probe, np.ndarray] = {}
-    clock = _Clock(passes, stream.num_layers, progress)
-    for number, some in enumerate(passes, start=1):
-        key = _key(stream, samples, rows, some)
-        path = partial / f"probes-{key[:24]}.npz"
-        values = _read(path, key, len(some))
-        if values is None:
-            result = run_probes(
-                stream,
-                samples.tokens[rows],
-                samples.labels[rows],
-                some,
-                corpora=len(samples.corpora),
-                rows_per_step=max(1, 2048 // samples.length),
-                moments=moments,
-                progress=partial_call(clock.tell, number),
-            )
-            values = np.stack([result[probe] for probe in some])
-            about = {"values": values, "key": np.array(key)}
-            write_sealed(path, _KIND, _VERSION, about)
-        found |= dict(zip(some, values, strict=True))
-    return _table(table, samples, rows, dropped, found, bits, low_bits)
+        self.settings: Mapping[str, Any] = {
+            "source": stream.fingerprint,
+            "samples": samples.fingerprint,
+            "moments": damage.settings.get("moments"),
+            "tokens": tokens,
+            "low_bits": list(self.low_bits),
+            "dropped": hashlib.sha256(self.dropped.tobytes()).hexdigest(),
+            "tool": TOOL,
+            "mlx": version("mlx"),
+            "device": read_machine().device,
+        }
+
+    def table(self, memory: int, progress: Callable[[Pass], None] | None) -> ProbeTable:
+        """Run what is left, and put all passes together."""
+        text = self.stream.args
+        passes = passes_of(self.probes, text, self.tokens.size, memory)
+        clock = _Clock(passes, self.stream.num_layers, progress)
+        found: dict[Probe, np.ndarray] = {}
+        for number, some in enumerate(passes, start=1):
+            values = self._kept(some)
+            if values is None:
+                values = self._measured(some, partial_call(clock.tell, number))
+            else:
+                clock.skip(number)
+            found |= dict(zip(some, values, strict=True))
+        return self._together(found)
+
+    def _measured(
+        self, some: Sequence[Probe], tell: Callable[[int, int], None]
+    ) -> np.ndarray:
+        result = run_probes(
+            self.stream,
+            self.tokens,
+            self.labels,
+            some,
+            corpora=len(self.samples.corpora),
+            rows_per_step=max(1, STEP_TOKENS // self.tokens.shape[1]),
+            moments=self._moments,
+            progress=tell,
+        )
+        values = np.stack([result[probe] for probe in some])
+        about = {"values": values, "key": np.array(self._key(some))}
+        write_sealed(self._path(some), _KIND, _VERSION, about)
+        return values
+
+    def _moments(self, layer: int) -> LayerMoments:
+        return LayerMoments.load(self.folder / MOMENTS / f"layer-{layer:03d}.npz")
+
+    def _key(self, some: Sequence[Probe]) -> str:
+        """What the numbers of a pass depend on."""
+        probes = [[type(probe).__name__, asdict(probe)] for probe in some]
+        content = json.dumps([self.settings, probes], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _path(self, some: Sequence[Probe]) -> Path:
+        return self.folder / PARTIAL / f"probes-{self._key(some)[:24]}.npz"
+
+    def _kept(self, some: Sequence[Probe]) -> np.ndarray | None:
+        """What a finished pass found; None if it is not there, or not as it was written."""
+        again = "It is run again."
+        try:
+            arrays = read_sealed(self._path(some), _KIND, _VERSION, PlanError, again)
+        except PlanError:
+            return None
+        if str(arrays.get("key")) != self._key(some):
+            return None
+        return arrays.get("values")
+
+    def _together(self, found: Mapping[Probe, np.ndarray]) -> ProbeTable:
+        names = sorted({p.name for p in found if isinstance(p, ClassProbe)})
+        layers, corpora = self.calibrated.layers.tolist(), len(self.samples.corpora)
+        of_class = np.full((corpora, len(names), len(self.bits)), np.nan)
+        low = np.full((corpora, len(self.low_bits), len(layers)), np.nan)
+        drop = np.zeros((corpora, len(layers)))
+        for probe, values in found.items():
+            if isinstance(probe, ClassProbe):
+                width = self.bits.index(probe.bits)
+                of_class[:, names.index(probe.name), width] = values
+            elif isinstance(probe, LowProbe):
+                width = self.low_bits.index(probe.bits)
+                low[:, width, layers.index(probe.first)] = values
+            else:
+                drop[:, layers.index(probe.first)] = values
+        counts = np.bincount(self.labels[self.labels >= 0], minlength=corpora)
+        calibrated = self.calibrated.tokens
+        return ProbeTable(
+            corpora=tuple(self.samples.corpora),
+            tokens=counts.astype(np.int64),
+            shares=calibrated / calibrated.sum(),
+            layers=np.asarray(self.calibrated.layers),
+            classes=tuple(names),
+            bits=np.array(self.bits, np.int64),
+            class_divergence=of_class,
+            low_bits=np.array(self.low_bits, np.int64),
+            low_divergence=low,
+            dropped=self.dropped,
+            drop_divergence=drop,
+            source=dict(self.calibrated.source),
+            samples=self.samples.fingerprint,
+            settings=self.settings,
+        )
 
 
 class _Clock:
@@ -202,144 +256,26 @@ class _Clock:
     ):
         self.progress = progress
         self.passes, self.layers = len(passes), layers
-        self.work = [
-            [1 + sum(p.first < layer for p in some) for layer in range(1, layers + 1)]
-            for some in passes
-        ]
+        self.work = [work_of(some, layers) for some in passes]
+        self.left = sum(map(sum, self.work))
         self.began = time.monotonic()
         self.done = 0
 
+    def skip(self, number: int) -> None:
+        """The pass was finished before."""
+        self.left -= sum(self.work[number - 1])
+
     def tell(self, number: int, layer: int, _: int) -> None:
         """Layer ``layer``, from 1 on, of the pass is done."""
-        now = self.work[number - 1]
-        self.done += now[layer - 1]
-        left = sum(now[layer:]) + sum(map(sum, self.work[number:]))
+        now = self.work[number - 1][layer - 1]
+        self.done, self.left = self.done + now, self.left - now
         seconds = time.monotonic() - self.began
+        left = seconds * self.left / self.done
         if self.progress is not None:
-            self.progress(
-                Pass(
-                    number,
-                    self.passes,
-                    layer,
-                    self.layers,
-                    seconds,
-                    seconds * left / self.done,
-                )
-            )
+            where = number, self.passes, layer, self.layers
+            self.progress(Pass(*where, seconds, left))
 
 
-def _rows(samples: Samples, tokens: int) -> np.ndarray:
-    """Rows spread evenly, so many that they have about ``tokens`` tokens."""
-    count = min(len(samples.tokens), max(1, -(-tokens // samples.length)))
-    return np.unique(np.linspace(0, len(samples.tokens) - 1, count).round().astype(int))
-
-
-def _lesser_halves(share: np.ndarray, table: SaliencyTable) -> np.ndarray:
-    """(L, E) bool: of each layer the half that matters least, but never too many."""
-    dropped = np.zeros(share.shape, bool)
-    for row, of_layer, experts in zip(dropped, share, table.experts, strict=True):
-        count = min(int(experts) // 2, int(experts) - table.top_k)
-        order = np.argsort(of_layer[: int(experts)], kind="stable")
-        row[order[:count]] = True
-    return dropped
-
-
-def _all_probes(
-    stream: LayerStream,
-    table: SaliencyTable,
-    dropped: np.ndarray,
-    bits: Sequence[int],
-    low_bits: Sequence[int],
-) -> list[Probe]:
-    """In the order of their first layers, so that a pass shares as much as it can."""
-    firsts: dict[str, int] = {}
-    for name, path, module in class_matrices(stream.model):
-        if affine_format(4, inputs_of(module)) is None:
-            continue
-        layer = layer_of(path)
-        first = NO_LAYER if layer is None else layer
-        firsts[name] = min(first, firsts.get(name, first))
-    probes: list[Probe] = [
-        ClassProbe(name, width, first)
-        for name, first in sorted(firsts.items())
-        for width in bits
-    ]
-    for layer, out in zip(table.layers.tolist(), dropped, strict=True):
-        probes += [LowProbe(layer, width) for width in low_bits]
-        if out.any():
-            probes.append(DropProbe(layer, tuple(np.flatnonzero(out).tolist())))
-    return sorted(probes, key=lambda probe: probe.first)
-
-
-def _state_bytes(stream: LayerStream, length: int) -> int:
-    """Hidden states of one row and one probe: the sum and all blocks, in float32."""
-    size = stream.args.attn_res_block_size
-    blocks = 0 if size is None else -(-stream.num_layers // size)
-    return 4 * (1 + blocks) * length * stream.args.hidden_size
-
-
-def _key(
-    stream: LayerStream, samples: Samples, rows: np.ndarray, probes: Sequence[Probe]
-) -> str:
-    """What the numbers of a pass depend on."""
-    content: dict[str, Any] = {
-        "source": stream.fingerprint,
-        "samples": samples.fingerprint,
-        "rows": rows.tolist(),
-        "mlx": version("mlx"),
-        "probes": [[type(probe).__name__, asdict(probe)] for probe in probes],
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path, key: str, probes: int) -> np.ndarray | None:
-    """What a finished pass found; None if it is not there, or not as it was written."""
-    try:
-        arrays = read_sealed(path, _KIND, _VERSION, PlanError, "It is run again.")
-    except PlanError:
-        return None
-    values = arrays.get("values")
-    if values is None or str(arrays.get("key")) != key or len(values) != probes:
-        return None
-    return values
-
-
-def _table(
-    table: SaliencyTable,
-    samples: Samples,
-    rows: np.ndarray,
-    dropped: np.ndarray,
-    found: Mapping[Probe, np.ndarray],
-    bits: Sequence[int],
-    low_bits: Sequence[int],
-) -> ProbeTable:
-    names = sorted({p.name for p in found if isinstance(p, ClassProbe)})
-    layers, corpora = table.layers.tolist(), len(samples.corpora)
-    of_class = np.full((corpora, len(names), len(bits)), np.nan)
-    low = np.zeros((corpora, len(low_bits), len(layers)))
-    drop = np.zeros((corpora, len(layers)))
-    for probe, values in found.items():
-        if isinstance(probe, ClassProbe):
-            at = names.index(probe.name), list(bits).index(probe.bits)
-            of_class[:, at[0], at[1]] = values
-        elif isinstance(probe, LowProbe):
-            at = list(low_bits).index(probe.bits), layers.index(probe.first)
-            low[:, at[0], at[1]] = values
-        else:
-            drop[:, layers.index(probe.first)] = values
-    labels = samples.labels[rows]
-    counts = np.bincount(labels[labels >= 0], minlength=corpora)
-    return ProbeTable(
-        corpora=tuple(samples.corpora),
-        tokens=counts.astype(np.int64),
-        layers=np.asarray(table.layers),
-        classes=tuple(names),
-        bits=np.array(bits, np.int64),
-        class_divergence=of_class,
-        low_bits=np.array(low_bits, np.int64),
-        low_divergence=low,
-        dropped=dropped,
-        drop_divergence=drop,
-        source=dict(table.source),
-        samples=samples.fingerprint,
-    )
+def _discard(partial: Path) -> None:
+    for path in partial.glob("probes-*.npz"):
+        path.unlink()

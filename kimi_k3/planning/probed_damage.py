@@ -23,7 +23,8 @@ def probed(
     """``damage`` in nats of KL(source ‖ build) of the next token.
 
     Dropping an expert costs its part of what dropping half of its layer's experts
-    together did; the low bank, its part of what the whole layer in the low bank did. A
+    together did; the low bank, its part of what the whole layer in the low bank did,
+    or would have done where that was not tried. A
     width that no probe tried lies on the line between its neighbours' logarithms.
 
     Args:
@@ -44,7 +45,7 @@ def probed(
         )
     fallen = probes.mean(probes.drop_divergence, weights)
     lowered = probes.mean(probes.low_divergence, weights)
-    lowered = lowered[widths.index(damage.low_bits)]
+    lowered = _everywhere(lowered[widths.index(damage.low_bits)], fallen)
     dropped = (damage.drop * probes.dropped).sum(axis=1)
     drop = damage.drop * _ratio(fallen, dropped, damage.drop.sum(axis=1))
     low = damage.low * _ratio(lowered, damage.low.sum(axis=1), None)
@@ -63,6 +64,16 @@ def probed(
         origin={**damage.origin, "probes": probes.digest},
         nats=True,
     )
+
+
+def _everywhere(lowered: np.ndarray, fallen: np.ndarray) -> np.ndarray:
+    """(L,) nats of the low bank; of layers that were not tried (NaN) by what they fell.
+
+    A layer that misses half of its experts much misses their bits as much.
+    """
+    tried = ~np.isnan(lowered)
+    ratio = lowered[tried].sum() / max(fallen[tried].sum(), _LEAST)
+    return np.where(tried, lowered, ratio * fallen)
 
 
 def _ratio(

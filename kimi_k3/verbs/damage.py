@@ -6,32 +6,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
+from . import damage_dry_run
 from .printing import add_json_argument
 from .progress_lines import ProgressLines, bytes_text, duration_text
 from .verb import Verb
 
-#: The file of probes in a calibration's folder.
-PROBES = "probes.npz"
-
 if TYPE_CHECKING:
     from ..planning.damage_table import DamageTable
+    from ..planning.measure import Measured
     from ..planning.measure_damage import Progress
     from ..planning.probe_damage import Pass
     from ..planning.probe_table import ProbeTable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint folder in Moonshot's own format")
     parser.add_argument(
-        "calibration", help="the folder of a finished calibration of it, with moments"
+        "source", nargs="?", help="a checkpoint folder in Moonshot's own format"
+    )
+    parser.add_argument(
+        "calibration",
+        nargs="?",
+        help="the folder of a finished calibration of it, with moments",
     )
     parser.add_argument(
         "--low-bits",
         type=int,
         nargs="+",
-        default=[2, 3],
+        default=[2],
         metavar="BITS",
-        help="widths of the low bank to measure (default: 2 3)",
+        help="widths of the low bank to measure: 2, 3, 4 (default: 2)",
     )
     parser.add_argument(
         "--experts-per-layer",
@@ -57,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--probe-tokens",
         type=int,
         metavar="N",
-        help="tokens of the calibration to look at then (default: 4096)",
+        help="tokens of the calibration to look at then, an equal part of each corpus "
+        "(default: 4096)",
     )
     parser.add_argument(
         "--memory-limit",
@@ -67,46 +71,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hidden states of probes to hold at once (default: 64)",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="where to (default: CALIBRATION/damage.npz)"
-    )
-    parser.add_argument(
         "--restart",
         action="store_true",
         help="discard what was measured before and start over",
     )
     add_json_argument(parser)
+    damage_dry_run.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..planning.damage_table import FILE_NAME
-    from ..planning.measure_damage import EXPERTS, ROWS, measure_damage
+    if options.dry_run:
+        return damage_dry_run.dry_run(options)
+    for name, given in (
+        ("a checkpoint folder", options.source),
+        ("the folder of its calibration", options.calibration),
+    ):
+        if not given:
+            raise PlanError(f"name {name}; --help shows examples.")
+    from ..planning.measure import damage
+    from ..planning.measure_damage import EXPERTS, ROWS
+    from ..planning.probe_damage import TOKENS
 
-    lines, experts, rows = _Lines(), options.experts_per_layer, options.rows
+    lines = _Lines()
+    experts, rows, tokens = (
+        options.experts_per_layer,
+        options.rows,
+        options.probe_tokens,
+    )
     try:
-        table = measure_damage(
+        found = damage(
             options.source,
             options.calibration,
             low_bits=options.low_bits,
             experts_per_layer=EXPERTS if experts is None else experts,
             rows=ROWS if rows is None else rows,
-            out=options.out,
+            probes=options.probes == "on",
+            tokens=TOKENS if tokens is None else tokens,
+            memory=damage_dry_run.memory_of(options),
             restart=options.restart,
             progress=lines.layer,
+            probes_progress=lines.probes,
             tell=lines.note,
         )
-        probes = _probes(options, table, lines) if options.probes == "on" else None
     except KeyboardInterrupt:
         lines.note(
-            "stopped. Go on with the same command: finished layers are kept in "
-            f"{options.calibration}."
+            "stopped. Go on with the same command: finished layers, and finished passes "
+            f"of probes, are kept in {options.calibration}."
         )
         return 130
     finally:
         lines.end()
-    out = Path(options.out or Path(options.calibration) / FILE_NAME)
-    if options.json:
+    _print(found, Path(options.calibration), options.json)
+    return 0
+
+
+def _print(found: "Measured", calibration: Path, as_json: bool) -> None:
+    table, probes = found.table, found.probes
+    if as_json:
         document = {
-            "out": str(out),
+            "out": str(calibration),
             "low_bits": list(table.low_bits),
             "low": _low_damage(table),
             "classes": {
@@ -117,41 +140,23 @@ def run(options: argparse.Namespace) -> int:
             "probes": None if probes is None else probes.digest,
         }
         print(json.dumps(document, indent=2))
-    else:
-        print(_text(table, out))
-        if probes is not None:
-            print(f"\n{_probes_text(probes, options.calibration)}")
-        print("\n`kimi-k3 plan` takes it with --criterion damage.")
-    return 0
+        return
+    print(_text(table, calibration / "damage.npz"))
+    if probes is not None:
+        print(f"\n{_probes_text(probes, calibration)}")
+    print("\n`kimi-k3 plan` takes it with --criterion damage.")
 
 
-def _probes(
-    options: argparse.Namespace, table: "DamageTable", lines: "_Lines"
-) -> "ProbeTable":
-    from ..planning.probe_damage import TOKENS, measure_probes
-
-    if not 0 < options.memory_limit < float("inf"):
-        raise PlanError(
-            f"--memory-limit is {options.memory_limit:g}; wanted GB above 0."
-        )
-    tokens = options.probe_tokens
-    return measure_probes(
-        options.source,
-        options.calibration,
-        table,
-        tokens=TOKENS if tokens is None else tokens,
-        memory=int(options.memory_limit * 1e9),
-        restart=options.restart,
-        progress=lines.probes,
-    )
-
-
-def _probes_text(probes: "ProbeTable", calibration: str) -> str:
+def _probes_text(probes: "ProbeTable", calibration: Path) -> str:
     """What the probes saw, over all corpora as they were recorded."""
     width = max(map(len, probes.classes))
+    texts = ", ".join(
+        f"{name} {tokens:,}"
+        for name, tokens in zip(probes.corpora, probes.tokens.tolist(), strict=True)
+    )
     lines = [
-        f"{calibration}/{PROBES}: {int(probes.tokens.sum()):,} tokens; how far the next "
-        "token's distribution moves, KL in nats:",
+        f"{calibration / 'probes.npz'}: tokens of {texts}.",
+        "How far the distribution of the next token moves, KL in nats, if one part is cut:",
         "",
         f"{'a class at':<{width}}  "
         + "  ".join(f"{bits:>7} b" for bits in probes.bits),
@@ -166,6 +171,7 @@ def _probes_text(probes: "ProbeTable", calibration: str) -> str:
         found = ", ".join(
             f"{row[at]:.2g} at {bits} bits"
             for bits, row in zip(probes.low_bits, low, strict=True)
+            if row[at] == row[at]  # no number: not tried
         )
         lines.append(f"{f'layer {layer}':<{width}}  {drop[at]:16.2g}   {found}")
     return "\n".join(lines)
@@ -227,7 +233,8 @@ class _Lines(ProgressLines):
 VERB = Verb(
     "measure what dropping experts and each width would cost, for `kimi-k3 plan`",
     "  kimi-k3 damage ./Kimi-K3 ./calibration\n"
-    "  kimi-k3 damage ./Kimi-K3 ./calibration --low-bits 2 3 4 --experts-per-layer 32\n\n"
+    "  kimi-k3 damage ./Kimi-K3 ./calibration --low-bits 2 3 4 --experts-per-layer 32\n"
+    "  kimi-k3 damage --dry-run --memory-limit 128     before the weights are there\n\n"
     "CALIBRATION must have been made of this source, with moments. The source is read\n"
     "once, a layer at a time. Of every expert the share of what its layer's experts\n"
     "write is computed, which is what dropping it costs; some experts of each layer,\n"
@@ -236,8 +243,8 @@ VERB = Verb(
     "a layer has damage 1. Then probes: each class of matrices at fewer bits, and each\n"
     "layer's experts in a low bank or half of them dropped, one change at a time, while\n"
     "text goes through; what the answers do tells how much each part matters. That\n"
-    "reads the source once more for as many probes as fit in memory. Stopped, the same\n"
-    "command goes on where it was.\n",
+    "reads the source once more for as many probes as fit in memory (a pass). Stopped,\n"
+    "the same command goes on behind the last finished layer, or pass of probes.\n",
     add_arguments,
     run,
 )
