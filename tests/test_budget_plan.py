@@ -47,7 +47,7 @@ def random_damage(seed: int) -> Damage:
         low=drop * rng.choice([0, 0.1, 0.4, 0.99], drop.shape),
         classes=classes,
         measured=True,
-        criterion="measured",
+        criterion="damage",
         origin={},
     )
 

@@ -50,7 +50,7 @@ def test_a_choice_proven_best_by_trying_everything() -> None:
             name: dict.fromkeys(found, 0.0) | ({4: 0.4} if name in named else {})
             for name, found in sizes.classes.items()
         },
-        criterion="measured",
+        criterion="damage",
     )
     frequency = {1: rng.uniform(size=5), 2: rng.uniform(size=5)}
     identity = ExpertPlan.identity(args)

@@ -126,8 +126,8 @@ def test_measured_damage_is_taken_as_it_is() -> None:
     }
     assert (two.measured, two.criterion, two.origin) == (
         True,
-        "measured",
-        {"damage": "d1"},
+        "damage",
+        {"damage_table": "d1"},
     )
     plan = replace(ExpertPlan.identity(TEXT), bits={"lm_head": 8, "mla.o_proj": 8})
     assert two.of_plan(plan) == 0.75
@@ -155,11 +155,11 @@ def test_widths_that_were_not_measured() -> None:
         (
             "drop",
             math.nan,
-            r"layer 3, expert 5: drop is nan by measured, wanted a finite",
+            r"layer 3, expert 5: drop is nan by damage, wanted a finite",
         ),
         ("drop", math.inf, r"layer 3, expert 5: drop is inf"),
-        ("low", -1.0, r"layer 3, expert 5: low is -1.0 by measured, wanted 0 or more"),
-        ("low", 9.0, r"layer 3, expert 5: low is 9.0 by measured, wanted no more than"),
+        ("low", -1.0, r"layer 3, expert 5: low is -1.0 by damage, wanted 0 or more"),
+        ("low", 9.0, r"layer 3, expert 5: low is 9.0 by damage, wanted no more than"),
     ],
 )
 def test_no_table_gives_this(where: str, value: float, says: str) -> None:

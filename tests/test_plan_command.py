@@ -334,7 +334,7 @@ def test_experts_too_narrow_for_a_low_bank(command: Command) -> None:
 def test_another_checkpoint_asks_for_its_source(command: Command) -> None:
     line = command.refused("--memory", 1, source=False)
     assert "not of the released Kimi K3" in line
-    assert "Name its folder with --source." in line
+    assert "Name its folder as the source (--source)." in line
     (command.source / "config.json").write_text(json.dumps(wide_config(num_experts=32)))
     line = command.refused("--memory", 1)
     assert "a checkpoint with experts 16, the config says 32" in line

@@ -81,8 +81,7 @@ def test_the_picture_is_the_plan(plan: ExpertPlan) -> None:
     for row, layer in enumerate(plan.layers.values()):
         best = sorted(range(16), key=lambda e, row=row: (-score[row, e], e))
         wanted = [
-            LARGE if e in layer.high else SMALL if e in layer.low else OFF
-            for e in best
+            LARGE if e in layer.high else SMALL if e in layer.low else OFF for e in best
         ]
         assert fates[row].tolist() == wanted
     assert sorted_fates(plan, -score).tolist() != fates.tolist()
@@ -146,7 +145,7 @@ def test_titles_of_long_names(plan: ExpertPlan, sizes: SourceSizes) -> None:
 def test_titles_of_other_sources(plan: ExpertPlan, sizes: SourceSizes) -> None:
     report = plan_report(plan, sizes, wide_table(), assumed="made up")
     assert described(report).endswith("\nsaliency is assumed: nothing was calibrated")
-    damage = DamageFigures(1, measured=True, criterion="measured")
+    damage = DamageFigures(1, measured=True, criterion="damage")
     measured = described(replace(report, assumed="", damage=damage))
     assert "by measured damage\ncode" in measured
 

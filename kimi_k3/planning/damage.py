@@ -23,7 +23,7 @@ from .budget_problem import LARGE, OFF, SMALL
 from .expert_plan import LOW_BITS, ExpertPlan
 from .matrix_classes import CLASS_BITS, affine_format, class_matrices, inputs_of
 from .plan_sizes import SourceSizes
-from .scores import check_source, checked_scores
+from .scores import DAMAGE, check_source, checked_scores
 
 #: Bits → relative squared error of one matrix as our quantiser leaves it, affine with
 #: groups of 64, weights from N(0,1): benchmarks/results/quantizer.json.
@@ -83,7 +83,7 @@ class Damage:
         low: (L, E) float64, of storing it at ``low_bits``; never more than ``drop``.
         classes: class of matrices → bits → damage; 16 bits have none.
         measured: whether errors were measured, rather than assumed by width.
-        criterion: what ``drop`` is by; a key of ``CRITERIA``, or "measured".
+        criterion: what ``drop`` is by; a key of ``CRITERIA``, or :data:`~.scores.DAMAGE`.
         source: fingerprints of the checkpoint.
         origin: weights and digest of the table; plain JSON values, for a plan's record.
         nats: whether probes turned errors into nats (:mod:`.probed_damage`).
@@ -195,9 +195,9 @@ class Damage:
             low=np.asarray(table.low)[widths.index(low_bits)],
             classes=classes,
             measured=True,
-            criterion="measured",
+            criterion=DAMAGE,
             source=table.source,
-            origin={} if digest is None else {"damage": digest},
+            origin={} if digest is None else {"damage_table": digest},
         )
 
     def of_plan(self, plan: ExpertPlan) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from ..build.retention import layer_shares, round_half_up
 from ..build.saliency import TOOL, SaliencyTable
 from ..errors import PlanError
+from .damage import Damage
 from .expert_plan import HIGH, ExpertPlan, LayerPlan
 from .matrix_classes import refuse_unknown_classes
 from .plan_sizes import SourceSizes
@@ -44,6 +45,7 @@ def uniform_plan(
     criterion: str = "reap_sum",
     weights: Mapping[str, float] | None = None,
     bits: Bits | None = None,
+    damage: Damage | None = None,
 ) -> ExpertPlan:
     """The ``keep`` best experts of every layer, as the source has them.
 
@@ -54,10 +56,13 @@ def uniform_plan(
         memory: bytes of the build; needs ``sizes``.
         criterion, weights: as :meth:`SaliencyTable.score` takes them.
         bits: class of matrices → bits; the rest stays bfloat16.
+        damage: experts rank by what dropping them costs, instead of by ``criterion``.
 
     Raises PlanError, naming limit and least memory, for what cannot be.
     """
-    frame = _Frame.of("uniform", table, sizes, memory, criterion, weights, bits)
+    frame = _Frame.of(
+        "uniform", table, sizes, memory, criterion, weights, bits, damage=damage
+    )
     step = frame.groups
 
     def counts(keep: int) -> tuple[int, int]:
@@ -88,8 +93,11 @@ def global_plan(
     criterion: str = "reap_sum",
     weights: Mapping[str, float] | None = None,
     bits: Bits | None = None,
+    damage: Damage | None = None,
 ) -> ExpertPlan:
     """The best experts of all layers together, ranked by their share of their layer.
+
+    Damage ranks them as it is: it compares over layers.
 
     Args:
         keep: experts a layer, on average; None: as many as fit into ``memory``.
@@ -97,7 +105,9 @@ def global_plan(
 
     For the others see :func:`uniform_plan`.
     """
-    frame = _Frame.of("global", table, sizes, memory, criterion, weights, bits)
+    frame = _Frame.of(
+        "global", table, sizes, memory, criterion, weights, bits, damage=damage
+    )
     frame.refuse_groups()
     least = frame.top_k if least is None else least
     frame.check_counts(least, 0, "least")
@@ -111,7 +121,9 @@ def global_plan(
                 f"global keeps {keep} experts a layer; wanted {least} (the least in every "
                 f"layer) to {frame.experts} (all there are)."
             )
-    kept = best_overall(layer_shares(frame.scores), total, least)
+    kept = best_overall(
+        layer_shares(frame.scores) if damage is None else frame.scores, total, least
+    )
     high = [np.flatnonzero(row) for row in kept]
     about = {"keep": total / layers, "least": least}
     return frame.plan(high, [()] * layers, about)
@@ -129,6 +141,7 @@ def graded_plan(
     criterion: str = "reap_sum",
     weights: Mapping[str, float] | None = None,
     bits: Bits | None = None,
+    damage: Damage | None = None,
 ) -> ExpertPlan:
     """The ``high`` best experts of every layer in MXFP4, the next ``low`` at ``low_bits``.
 
@@ -140,7 +153,7 @@ def graded_plan(
     For the others see :func:`uniform_plan`.
     """
     frame = _Frame.of(
-        "graded", table, sizes, memory, criterion, weights, bits, low_bits
+        "graded", table, sizes, memory, criterion, weights, bits, low_bits, damage
     )
     frame.refuse_groups()
     if not 0 <= high_share <= 1:
@@ -209,23 +222,17 @@ class _Frame:
         weights: Mapping[str, float] | None,
         bits: Bits | None,
         low_bits: int = 2,
+        damage: Damage | None = None,
     ) -> "_Frame":
         if memory is not None and sizes is None:
             raise PlanError(
                 "a memory limit needs the sizes of the checkpoint's config."
             )
-        named = None if weights is None else dict(weights)
-        scores = checked_scores(table, criterion, named)
+        scores, origin = _scores(table, criterion, weights, damage)
         if sizes is not None:
             check_source(table, sizes.args.text_config)
             decided_bytes(sizes, bits or {})
-        about = {
-            "kind": kind,
-            "criterion": criterion,
-            "weights": named,
-            "saliency": table.digest,
-            "tool": TOOL,
-        }
+        about = {"kind": kind, **origin, "tool": TOOL}
         experts = int(table.experts.max())
         layers = tuple(table.layers.tolist())
         template = ExpertPlan(
@@ -238,6 +245,8 @@ class _Frame:
             source=table.source,
             about=about if memory is None else {**about, "memory": int(memory)},
         )
+        if damage is not None:
+            damage.check_plan(template)
         return cls(kind, scores, layers, template, sizes, memory)
 
     @property
@@ -352,6 +361,23 @@ class _Frame:
             f"needs {needed:,} bytes with these widths; the limit is {self.memory:,}. "
             "Give that much, or narrower classes of matrices."
         )
+
+
+def _scores(
+    table: SaliencyTable,
+    criterion: str,
+    weights: Mapping[str, float] | None,
+    damage: Damage | None,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """(L, E) that experts rank by, and what a plan records of where that is from."""
+    if damage is not None:
+        damage.check_alive(table.top_k)
+        stated = {"criterion": damage.criterion, "measured": damage.measured}
+        return damage.drop, {**stated, **damage.origin}
+    named = None if weights is None else dict(weights)
+    scores = checked_scores(table, criterion, named)
+    about = {"criterion": criterion, "weights": named, "saliency": table.digest}
+    return scores, about
 
 
 def _rising(experts: Any) -> tuple[int, ...]:

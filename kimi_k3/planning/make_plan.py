@@ -1,9 +1,9 @@
 """``kimi_k3.plan``: from a calibration to an ExpertPlan, and what it keeps and costs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +14,19 @@ from ..config import ModelArgs
 from ..errors import PlanError
 from .budget_plan import budget_plan
 from .damage import Damage
-from .expert_plan import ExpertPlan
+from .damage_table import FILE_NAME as ERRORS
+from .damage_table import DamageTable
+from .expert_plan import LOW_BITS, ExpertPlan
 from .fixed_plans import global_plan, graded_plan, uniform_plan
+from .matching_tables import check_damage, check_low_bits, check_probes
 from .matrix_classes import CLASS_BITS
 from .plan_report import PlanReport, plan_report
-from .plan_request import DAMAGE, PlanRequest
+from .plan_request import PlanRequest
 from .plan_sizes import SourceSizes
+from .probe_table import FILE_NAME as PROBES
+from .probe_table import ProbeTable
 from .probed_damage import probed
-from .scores import check_source
+from .scores import DAMAGE, check_source
 
 #: Width of the low bank, unless another is asked for.
 USUAL_LOW_BITS = 2
@@ -136,7 +141,7 @@ def _fitting_config(
             raise
         raise PlanError(
             "the saliency is not of the released Kimi K3, so sizes need the config of "
-            f"what was calibrated. Name its folder with --source. ({error})"
+            f"what was calibrated. Name its folder as the source (--source). ({error})"
         ) from error
     return config
 
@@ -153,82 +158,84 @@ def _damage(
     request: PlanRequest, table: SaliencyTable, folder: Path | None, sizes: SourceSizes
 ) -> Damage:
     """By the criterion of ``request``, in nats if there are probes."""
-    from .probe_table import FILE_NAME, ProbeTable
-
-    probes = None
-    if request.probes and folder is not None and (folder / FILE_NAME).is_file():
-        probes = ProbeTable.load(folder / FILE_NAME)
-    low_bits = request.low_bits or USUAL_LOW_BITS
-    if request.kind in ("uniform", "global") and probes is not None:
-        low_bits = int(probes.low_bits[0])  # there is no low bank
+    probes, errors = _probes(request, table, folder), None
     if request.criterion == DAMAGE:
-        damage = _measured(request, table, folder, low_bits)
+        errors = _errors(table, folder, sizes)
+    low_bits = _low_bits(request, errors, probes)
+    if errors is not None:
+        damage = Damage.of_measured(errors, low_bits)
+        weights = None if request.weights is None else dict(request.weights)
+        origin = {"saliency": table.digest, "weights": weights, **damage.origin}
+        damage = replace(damage, origin=origin)
     else:
         damage = Damage.of_criterion(
             table, request.criterion, request.weights, sizes, low_bits
         )
-    return damage if probes is None else probed(damage, probes, request.weights)
+    if probes is None:
+        return damage
+    assert folder is not None
+    check_low_bits(low_bits, probes, folder / PROBES)
+    return probed(damage, probes, request.weights)
 
 
-def _measured(
-    request: PlanRequest, table: SaliencyTable, folder: Path | None, low_bits: int
-) -> Damage:
+def _low_bits(
+    request: PlanRequest, errors: DamageTable | None, probes: ProbeTable | None
+) -> int:
+    """Of the low bank; in plans that have none a width that all tables have."""
+    if request.kind not in ("uniform", "global"):
+        return request.low_bits or USUAL_LOW_BITS
+    widths = set(LOW_BITS)
+    for known in (errors, probes):
+        if known is not None:
+            widths &= {int(bits) for bits in known.low_bits}
+    return min(widths, default=USUAL_LOW_BITS)
+
+
+def _probes(
+    request: PlanRequest, table: SaliencyTable, folder: Path | None
+) -> ProbeTable | None:
+    """The probes that ``kimi-k3 damage`` left in ``folder``, if they are wanted."""
+    if not request.probes or folder is None or not (folder / PROBES).is_file():
+        return None
+    probes = ProbeTable.load(folder / PROBES)
+    check_probes(probes, folder / PROBES, table)
+    return probes
+
+
+def _errors(
+    table: SaliencyTable, folder: Path | None, sizes: SourceSizes
+) -> DamageTable:
     """The errors that ``kimi-k3 damage`` left in ``folder``."""
-    from .damage_table import FILE_NAME, DamageTable
-
-    if folder is None or not (folder / FILE_NAME).is_file():
+    if folder is None or not (folder / ERRORS).is_file():
         raise PlanError(
-            f"{folder or 'the table'} has no {FILE_NAME}: no damage was measured. Run "
+            f"{folder or 'the table'} has no {ERRORS}: no damage was measured. Run "
             f"`kimi-k3 damage SOURCE {folder or 'CALIBRATION'}`, or take another criterion."
         )
-    measured = DamageTable.load(folder / FILE_NAME)
-    for name in ("source", "layers", "experts"):
-        if not np.array_equal(getattr(measured, name), getattr(table, name)):
-            raise PlanError(
-                f"{folder / FILE_NAME} was measured on another checkpoint than the "
-                f"saliency: their {name} differ. Measure again with `kimi-k3 damage`."
-            )
-    if request.kind in ("uniform", "global"):
-        low_bits = int(measured.low_bits[0])
-    return Damage.of_measured(measured, low_bits)
-
-
-@dataclass(frozen=True)
-class _MeasuredScores:
-    """A table whose scores are what dropping each expert costs."""
-
-    table: SaliencyTable
-    drop: np.ndarray
-
-    def score(self, criterion: str, weights: Mapping[str, float] | None) -> np.ndarray:
-        return self.drop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.table, name)
+    errors = DamageTable.load(folder / ERRORS)
+    check_damage(errors, folder / ERRORS, table, sizes)
+    return errors
 
 
 def _by_rule(
     request: PlanRequest, table: SaliencyTable, sizes: SourceSizes, damage: Damage
 ) -> ExpertPlan:
-    scores = table
-    if request.criterion == DAMAGE:
-        scores = cast(SaliencyTable, _MeasuredScores(table, damage.drop))
     common: dict[str, Any] = {
         "memory": request.memory,
         "sizes": sizes,
         "criterion": request.criterion,
         "weights": request.weights,
         "bits": request.class_bits(sizes),
+        "damage": damage if request.criterion == DAMAGE else None,
     }
     if request.kind == "uniform":
         keep = request.keep
         if keep is not None and keep != int(keep):
             raise PlanError(f"uniform keeps {keep} experts; wanted a whole number.")
-        return uniform_plan(scores, keep=None if keep is None else int(keep), **common)
+        return uniform_plan(table, keep=None if keep is None else int(keep), **common)
     if request.kind == "global":
-        return global_plan(scores, keep=request.keep, least=request.least, **common)
+        return global_plan(table, keep=request.keep, least=request.least, **common)
     return graded_plan(
-        scores,
+        table,
         high=request.high,
         low=request.low,
         low_bits=request.low_bits or USUAL_LOW_BITS,

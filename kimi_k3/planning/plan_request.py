@@ -8,9 +8,7 @@ from ..errors import PlanError
 from .expert_plan import LOW_BITS
 from .matrix_classes import CLASS_BITS
 from .plan_sizes import SourceSizes
-
-#: The criterion that is no score of a calibration: errors that were measured.
-DAMAGE = "damage"
+from .scores import DAMAGE
 
 #: Kind of plan → what can be asked of it, besides criterion, weights and bits.
 KINDS = {

@@ -7,6 +7,9 @@ from ..build.saliency_checks import ranges
 from ..config import TextArgs
 from ..errors import PlanError
 
+#: The criterion that is no score of a calibration: errors that were measured.
+DAMAGE = "damage"
+
 
 def checked_scores(
     table: SaliencyTable, criterion: str, weights: dict[str, float] | None = None

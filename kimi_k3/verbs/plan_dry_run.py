@@ -78,8 +78,9 @@ def rehearse(options: argparse.Namespace) -> DryRun:
 def _plan_assumed(config: Any, request: dict[str, Any]) -> "PlanResult":
     from ..planning.assumed_saliency import ASSUMED, assumed_table
     from ..planning.make_plan import plan_with
-    from ..planning.plan_request import DAMAGE, PlanRequest
+    from ..planning.plan_request import PlanRequest
     from ..planning.plan_sizes import SourceSizes
+    from ..planning.scores import DAMAGE
 
     asked = PlanRequest(**request)
     if asked.criterion == DAMAGE:
