@@ -113,20 +113,48 @@ def test_the_bars_are_the_plan(
     assert upright[1] == (AMBER, [len(layer.low) for layer in layers])
     assert upright[2][1] == [100 * each.saliency_high for each in report.layers]
     assert upright[3][1] == [100 * each.saliency_low for each in report.layers]
-    assert lying[0] == [n / 1e6 for n in build_parts(report).values()]
+    build, token = build_parts(report), token_parts(report)
+    rows = [*token, "vision"]
+    assert lying[0] == [build.get(name, 0) / 1e6 for name in rows]
     assert lying[1] == report.sizes.low.nbytes / 1e6
-    assert sum(lying[2]) == pytest.approx(report.token.total / 1e6)
+    assert lying[2] == [token.get(name, 0) / 1e6 for name in rows]
+    assert lying[3] == report.token.low / 1e6
 
 
-def test_parts_add_up(report: PlanReport, sizes: SourceSizes) -> None:
+def test_parts_add_up(plan: ExpertPlan, report: PlanReport, sizes: SourceSizes) -> None:
     build, token = build_parts(report), token_parts(report)
     assert sum(build.values()) == report.sizes.total
     assert sum(token.values()) == report.token.total
-    assert set(token) | {"vision"} == set(build)
-    routers = 4 * sizes.router_bytes * 16
-    assert 0 < token["routed experts"] - report.token.routed < 2 * routers
+    assert set(token) == {*build, "routers"} - {"vision"}
+    assert token["routed experts"] == report.token.routed
+    kept = sum(len(layer.order) for layer in plan.layers.values())
+    row = (
+        report.sizes.classes["embed_tokens"].nbytes / sizes.args.text_config.vocab_size
+    )
+    assert token["routers"] == pytest.approx(kept * sizes.router_bytes + row, abs=1)
     assert token["KDA"] == build["KDA"]
     assert token["embedding, head"] == report.sizes.classes["lm_head"].nbytes
+
+
+def test_what_chose_the_experts_sorts_them(
+    plan: ExpertPlan, report: PlanReport, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from matplotlib.axes import Axes
+
+    shown: list[Any] = []
+    named = Axes.set_xlabel
+    monkeypatch.setattr(Axes, "imshow", lambda axes, fates, **_: shown.append(fates))
+    monkeypatch.setattr(
+        Axes, "set_xlabel", lambda axes, text: (shown.append(text), named(axes, text))
+    )
+    score = wide_table().score("gate", report.weights)
+    draw(plan, report, wide_table(), tmp_path)
+    assert np.array_equal(shown[0], sorted_fates(plan, score))
+    assert shown[1] == "experts, most salient first (gate)"
+    shown.clear()
+    draw(plan, report, wide_table(), tmp_path, drop=-score)
+    assert np.array_equal(shown[0], sorted_fates(plan, -score))
+    assert shown[1] == "experts, costliest to drop first"
 
 
 def test_titles_say_which_plan(report: PlanReport) -> None:

@@ -46,14 +46,9 @@ def draw_pictures(
 
     Raises MissingPackageError without matplotlib, ``error`` if there can be no folder.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingPackageError(
-            "drawing needs matplotlib, which is not installed. "
-            "Run: pip install 'kimi-k3-mlx[plot]'"
-        ) from missing
+    require_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     folder = Path(folder)
     try:
@@ -73,6 +68,17 @@ def draw_pictures(
             files.append(folder / f"{name}.png")
             figure.savefig(files[-1])
     return files
+
+
+def require_matplotlib() -> None:
+    """Raise MissingPackageError, with what to run, if nothing can be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as missing:
+        raise MissingPackageError(
+            "drawing needs matplotlib, which is not installed. "
+            "Run: pip install 'kimi-k3-mlx[plot]'"
+        ) from missing
 
 
 def label(name: str) -> str:

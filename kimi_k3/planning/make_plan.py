@@ -35,13 +35,18 @@ USUAL_LOW_BITS = 2
 SALIENCY = "reap_sum"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlanResult:
-    """A plan, what it keeps, costs and promises, and the saliency that it is from."""
+    """A plan, what it keeps, costs and promises, and the saliency that it is from.
+
+    Attributes:
+        drop: (L, E), what dropping each expert costs, if measured damage chose them.
+    """
 
     plan: ExpertPlan
     report: PlanReport
     table: SaliencyTable
+    drop: np.ndarray | None = None
 
 
 def plan(
@@ -116,7 +121,8 @@ def plan_with(
         by_rule=by_rule,
         assumed=assumed,
     )
-    return PlanResult(made, report, table)
+    drop = damage.drop if request.criterion == DAMAGE else None
+    return PlanResult(made, report, table, drop)
 
 
 def source_config(

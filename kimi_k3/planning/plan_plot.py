@@ -33,7 +33,10 @@ COLOURS = PALE, AMBER, BLUE
 #: Characters of a line of a title.
 TITLE_WIDTH = 54
 
-EXPERTS, OTHERS = "routed experts", "norms and others"
+EXPERTS, ROUTERS, OTHERS = "routed experts", "routers", "norms and others"
+
+#: Inches around everything that is drawn.
+MARGIN = 0.1
 
 #: Parts of a build that are drawn, and how the names of their classes begin.
 PARTS = {
@@ -47,15 +50,26 @@ PARTS = {
 
 
 def draw(
-    plan: ExpertPlan, report: PlanReport, table: SaliencyTable, folder: str | Path
+    plan: ExpertPlan,
+    report: PlanReport,
+    table: SaliencyTable,
+    folder: str | Path,
+    drop: np.ndarray | None = None,
 ) -> list[Path]:
     """Write the pictures of ``plan`` and its ``report`` to ``folder``; the files.
 
+    Args:
+        drop: (L, E), what dropping each expert costs, where that chose them.
+
     Raises MissingPackageError without matplotlib.
     """
-    fates = sorted_fates(plan, table.score(report.criterion, report.weights))
+    score, first = drop, "costliest to drop first"
+    if score is None:
+        score = table.score(report.criterion, report.weights)
+        first = f"most salient first ({report.criterion})"
+    fates = sorted_fates(plan, score)
     pictures = {
-        "allocation": partial(_allocation, report=report, fates=fates),
+        "allocation": partial(_allocation, report=report, fates=fates, first=first),
         "layers": partial(_layers, report=report),
         "bytes": partial(_bytes, report=report),
     }
@@ -63,7 +77,7 @@ def draw(
 
 
 def sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
-    """(L, E): LARGE, SMALL or OFF of each layer's experts, the most salient first."""
+    """(L, E): LARGE, SMALL or OFF of each layer's experts, the highest score first."""
     fates = np.full(score.shape, OFF)
     for row, layer in enumerate(plan.layers.values()):
         fates[row, list(layer.high)] = LARGE
@@ -72,7 +86,9 @@ def sorted_fates(plan: ExpertPlan, score: np.ndarray) -> np.ndarray:
     return np.take_along_axis(fates, best, axis=1)
 
 
-def _allocation(figure: "Figure", report: PlanReport, fates: np.ndarray) -> None:
+def _allocation(
+    figure: "Figure", report: PlanReport, fates: np.ndarray, first: str
+) -> None:
     """What becomes of every expert."""
     from matplotlib.colors import ListedColormap
 
@@ -90,7 +106,7 @@ def _allocation(figure: "Figure", report: PlanReport, fates: np.ndarray) -> None
     ticks = np.unique(np.linspace(0, count - 1, min(count, 8)).round().astype(int))
     axes.set_yticks(ticks, [str(report.layers[tick].layer) for tick in ticks])
     axes.grid(visible=False)
-    axes.set_xlabel("experts, most salient first")
+    axes.set_xlabel(f"experts, {first}")
     axes.set_ylabel("decoder layer")
     _title(figure, report, "What becomes of every expert")
     _legend(figure, _shares(report))
@@ -125,34 +141,42 @@ def _stacked(axes: "Axes", at: list[int], high: np.ndarray, low: np.ndarray) -> 
 def _bytes(figure: "Figure", report: PlanReport) -> None:
     """Where the bytes are: of the build, and of those that a token reads."""
     build, token = build_parts(report), token_parts(report)
+    rows = [*token, *(name for name in build if name not in token)]
     axes = figure.subplots(1, 2, sharey=True)
     for side, parts, what in zip(
         axes, (build, token), ("build", "a token"), strict=True
     ):
         total = sum(parts.values())
         scale, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-        sizes = [parts.get(name, 0) / scale for name in build]
-        colours = [BLUE if name == EXPERTS else GREEN for name in build]
-        side.barh(list(build), sizes, color=colours, height=0.7)
+        sizes = [parts.get(name, 0) / scale for name in rows]
+        colours = [BLUE if name == EXPERTS else GREEN for name in rows]
+        side.barh(rows, sizes, color=colours, height=0.7)
         low = (report.sizes.low.nbytes, report.token.low)[what == "a token"] / scale
         side.barh(EXPERTS, low, left=sizes[0] - low, color=AMBER, height=0.7)
-        side.set(xlim=(0, 1.35 * max(sizes)), xticks=[])
+        side.set(xlim=(0, 1.45 * max(sizes)), xticks=[])
         side.spines["bottom"].set_visible(False)
         side.grid(visible=False)
         for row, size in enumerate(sizes):
             stated = f"{size:,.1f}" if size >= 100 else f"{size:.3g}"
+            if rows[row] not in parts:
+                stated = "with experts" if rows[row] == ROUTERS else "none"
             side.annotate(
                 stated, (size, row), (3, 0), textcoords="offset points", va="center"
             )
         side.set_title(f"{what}: {total / scale:,.1f} {unit}")
     axes[0].invert_yaxis()
     _title(figure, report, "Where the bytes are")
-    if report.sizes.low.experts:
-        _legend(figure, {LARGE: "mxfp4", SMALL: f"{report.low_bits} bits"})
+    named = {BLUE: "mxfp4", AMBER: f"{report.low_bits} bits", GREEN: "other matrices"}
+    if not report.sizes.low.experts:
+        del named[AMBER]
+    _legend(figure, named)
 
 
 def build_parts(report: PlanReport) -> dict[str, int]:
-    """Part → bytes of the build; they add up to all of it."""
+    """Part → bytes of the build; they add up to all of it.
+
+    Routers are counted with their experts.
+    """
     sizes = report.sizes
     parts = {EXPERTS: sizes.high.nbytes + sizes.low.nbytes}
     parts |= _class_parts({name: each.nbytes for name, each in sizes.classes.items()})
@@ -165,7 +189,7 @@ def build_parts(report: PlanReport) -> dict[str, int]:
 def token_parts(report: PlanReport) -> dict[str, int]:
     """Part → bytes that a token reads; they add up to all of them.
 
-    Routers are counted with the experts, and so is the row of the embedding.
+    The row of the embedding is counted with the routers.
     """
     sizes = report.sizes
     read = {
@@ -173,9 +197,9 @@ def token_parts(report: PlanReport) -> dict[str, int]:
         for name, each in sizes.classes.items()
         if name != EMBEDDING or "lm_head" not in sizes.classes
     }
-    parts = {EXPERTS: 0} | _class_parts(read)
+    parts = {EXPERTS: report.token.routed} | _class_parts(read)
+    parts[ROUTERS] = report.token.total - sum(parts.values()) - sizes.rest
     parts[OTHERS] = sizes.rest
-    parts[EXPERTS] = report.token.total - sum(parts.values())
     return parts
 
 
@@ -188,23 +212,24 @@ def _class_parts(classes: dict[str, int]) -> dict[str, int]:
     return parts
 
 
-def _shares(report: PlanReport, *, dropped: bool = True) -> dict[int, str]:
-    """What becomes of experts, and of what share of them."""
+def _shares(report: PlanReport, *, dropped: bool = True) -> dict[str, str]:
+    """Colour → what becomes of experts, and of what share of them."""
     total = len(report.layers) * report.experts
     high, low = report.sizes.high.experts, report.sizes.low.experts
-    named = {LARGE: f"mxfp4 {high / total:.1%}"}
+    named = {COLOURS[LARGE]: f"mxfp4 {high / total:.1%}"}
     if low:
-        named[SMALL] = f"{report.low_bits} bits {low / total:.1%}"
+        named[COLOURS[SMALL]] = f"{report.low_bits} bits {low / total:.1%}"
     if dropped:
-        named[OFF] = f"dropped {1 - (high + low) / total:.1%}"
+        named[COLOURS[OFF]] = f"dropped {1 - (high + low) / total:.1%}"
     return named
 
 
-def _legend(figure: "Figure", named: dict[int, str]) -> None:
+def _legend(figure: "Figure", named: dict[str, str]) -> None:
+    """Colour → words, below everything."""
     from matplotlib.patches import Patch
 
     patches: list[Any] = [
-        Patch(color=COLOURS[fate], label=words) for fate, words in named.items()
+        Patch(color=colour, label=words) for colour, words in named.items()
     ]
     figure.legend(
         handles=patches,
@@ -217,6 +242,8 @@ def _legend(figure: "Figure", named: dict[int, str]) -> None:
 
 def _title(figure: "Figure", report: PlanReport, what: str) -> None:
     """What is shown, and of which plan."""
+    layout: Any = figure.get_layout_engine()
+    layout.set(w_pad=MARGIN, h_pad=MARGIN / 2)
     figure.suptitle(
         f"{what}\n{described(report)}",
         x=0.02,

@@ -192,7 +192,8 @@ def draw_pictures(result: "PlanResult", options: argparse.Namespace) -> None:
         return
     from ..planning.plan_plot import draw
 
-    for file in draw(result.plan, result.report, result.table, options.plot):
+    shown = result.plan, result.report, result.table
+    for file in draw(*shown, options.plot, result.drop):
         print(f"drawn: {file}", file=sys.stderr)
 
 
