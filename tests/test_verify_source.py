@@ -478,13 +478,37 @@ def test_large_matrices_are_read_in_parts(
     assert "lm_head.weight (affine 6-bit group 64) has 1 of 576 groups more" in found
 
 
-def test_weighed_errors_hide_a_damaged_group(copy: Path, source: Path) -> None:
-    """Where errors were weighed a group alone tells nothing; a whole matrix does."""
-    edit_config(copy, lambda config: config[RECORD].update(moments="0" * 64))
-    patch(copy, bank_tensors(4, "bank_lo.")[1], flip(1, 2))
+def test_damage_where_errors_were_weighed(
+    whole: Path, copy: Path, source: Path, tmp_path: Path
+) -> None:
+    """No importance explains codes that are not the nearest to what they stand for."""
+    weighed = "0" * 64
+    edit_config(copy, lambda config: config[RECORD].update(moments=weighed))
     assert kimi_k3.verify(copy, source).passed
-    both(swap(0, 1), bank_tensors(2, "bank_lo."))(copy)
-    assert not kimi_k3.verify(copy, source).passed
+    patch(copy, bank_tensors(4, "bank_lo.")[1], flip(1, 2))
+    found = faults(kimi_k3.verify(copy, source))
+    assert "in gate_proj 1 of 64 groups with codes that are not the nearest" in found
+    again = copy_folder(whole, tmp_path / "again")
+    edit_config(again, lambda config: config[RECORD].update(moments=weighed))
+    both(swap(0, 1), bank_tensors(2, "bank_lo."))(again)
+    assert "a relative squared error of" in faults(kimi_k3.verify(again, source))
+
+
+@pytest.mark.parametrize("moments", [None, "0" * 64])
+def test_most_groups_of_a_low_expert_zeroed(
+    copy: Path, source: Path, moments: str | None
+) -> None:
+    """All but the first rows of one matrix; the matrix as a whole is no excuse."""
+    edit_config(copy, lambda config: config[RECORD].update(moments=moments))
+
+    def zero(rows: np.ndarray) -> None:
+        expert = rows[0].reshape(64, -1)
+        expert[24:] = 0
+
+    both(zero, bank_tensors(1, "bank_lo.")[:3])(copy)
+    found = faults(kimi_k3.verify(copy, source))
+    assert "layer 1: expert 5 of the low bank" in found
+    assert "gate_proj" in found
 
 
 def test_a_build_without_a_record_is_not_compared(copy: Path, source: Path) -> None:

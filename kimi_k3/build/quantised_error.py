@@ -3,6 +3,10 @@
 The yardstick is ``mx.quantize`` on the same matrix in the same format. A matrix made of
 another one is wrong by about twice its own square, six times what the narrowest format
 makes of it and more.
+
+Where errors were weighed, a group may be far worse than that, but two things no weights
+explain: every code is the nearest to its value that the group's scale and bias have, and
+a group that is not zero has a scale or a bias that is not.
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,10 @@ _VALUES = 1 << 24
 
 #: Up to this share of wrong groups a matrix is damaged; above, it is another matrix.
 _DAMAGED = 0.5
+
+#: A code is as near as the nearest if it is within so much of it, in steps of the scale
+#: and in parts of the values: two machines may round a tie in two ways.
+_TIE_STEPS, _TIE_VALUES = 1e-2, 1e-5
 
 
 @dataclass(frozen=True)
@@ -67,23 +75,33 @@ def quantised_error(
         _group_sums(codes[rows], scales[rows], biases[rows], dense[rows], stored)
         for rows in (slice(at, at + step) for at in range(0, dense.shape[0], step))
     ]
-    mine, usual, square = np.concatenate(sums, axis=1)
+    mine, usual, square, astray = np.concatenate(sums, axis=1)
     error, total = float(mine.sum()), float(square.sum())
     result = QuantisedError(error, total)
-    bad = ~(mine <= ALLOWED * usual + _ROUNDING * square)
-    if not weighed and bad.any() and bad.mean() < _DAMAGED:
-        return replace(
-            result,
-            fault=f"{int(bad.sum()):,} of {bad.size:,} groups more than {ALLOWED:g} "
-            "times as wrong as mx.quantize makes them",
+    whole = error <= ALLOWED * usual.sum() + _ROUNDING * total
+    bad = ~(mine <= ALLOWED * usual + _ROUNDING * square) & (not weighed)
+    impossible = astray != 0
+    fault = None
+    if bad.any() and (bad.mean() < _DAMAGED or whole):
+        fault = (
+            f"{_count(bad)} more than {ALLOWED:g} times as wrong as mx.quantize makes "
+            "them"
         )
-    if not error <= ALLOWED * usual.sum() + _ROUNDING * total:
-        return replace(
-            result,
-            fault=f"a relative squared error of {result.relative:.3g}, more than "
-            f"{ALLOWED:g} times that of mx.quantize",
+    elif not whole:
+        fault = (
+            f"a relative squared error of {result.relative:.3g}, more than {ALLOWED:g} "
+            "times that of mx.quantize"
         )
-    return result
+    elif impossible.any():
+        fault = (
+            f"{_count(impossible)} with codes that are not the nearest to the source's "
+            "values, or scales and biases of zero"
+        )
+    return replace(result, fault=fault)
+
+
+def _count(groups: np.ndarray) -> str:
+    return f"{int(groups.sum()):,} of {groups.size:,} groups"
 
 
 def _group_sums(
@@ -93,13 +111,39 @@ def _group_sums(
     dense: mx.array,
     stored: StoredFormat,
 ) -> np.ndarray:
-    """Squares in each group, (3, groups): error, that of ``mx.quantize``, the values."""
+    """Sums over each group, (4, groups).
+
+    Squares of the error, of that of ``mx.quantize``, and of the values; then how many of
+    its values no quantiser stores like this, whatever matters to it.
+    """
     again = mx.quantize(dense.astype(mx.bfloat16), **stored.parameters)
     dense = dense.astype(mx.float32)
-    squares = (
-        mx.square(stored.dequantize(codes, scales, biases) - dense),
+    found = stored.dequantize(codes, scales, biases)
+    parts = (
+        mx.square(found - dense),
         mx.square(stored.dequantize(*again) - dense),
         mx.square(dense),
+        _astray(found, scales, biases, dense, stored),
     )
-    sums = [part.reshape(-1, stored.group_size).sum(axis=-1) for part in squares]
+    sums = [part.reshape(-1, stored.group_size).sum(axis=-1) for part in parts]
     return np.array(mx.stack(sums), np.float64)
+
+
+def _astray(
+    found: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    dense: mx.array,
+    stored: StoredFormat,
+) -> mx.array:
+    """1 where a code is not the nearest, or nothing is stored of a value; as ``dense``."""
+    found, dense = (part.reshape(-1, stored.group_size) for part in (found, dense))
+    scale, bias = (part.astype(mx.float32).reshape(-1, 1) for part in (scales, biases))
+    steps = mx.where(scale == 0, 0, (dense - bias) / mx.where(scale == 0, 1, scale))
+    nearest = mx.clip(mx.round(steps), 0, 2**stored.bits - 1)
+    allowed = mx.abs(bias + nearest * scale - dense) + _TIE_STEPS * mx.abs(scale)
+    allowed += _TIE_VALUES * (mx.abs(dense) + mx.abs(bias))
+    # A NaN is never within it.
+    near = mx.abs(found - dense) <= allowed
+    nothing = (scale == 0) & (bias == 0) & (mx.square(dense) > 0)
+    return (mx.logical_not(near) | nothing).astype(mx.float32)
