@@ -99,6 +99,31 @@ def test_the_digest_is_of_what_a_plan_does():
         (lambda c: c["layers"]["3"].update(low=[2, 8]), "layer 3 keeps expert 8, but"),
         (lambda c: c.update(low_bits="2"), "'2' is no whole number"),
         (lambda c: c.update(experts=None), "None is no whole number"),
+        (lambda c: c.update(version=True), "format version True; this version"),
+        (lambda c: c.update(version=1.0), "format version 1.0; this version"),
+        (lambda c: c.update(least=4), "it has the key 'least', which no plan has"),
+        (lambda c: c["layers"]["3"].update(mid=[]), "layer 3 has the key 'mid'"),
+        (lambda c: c["layers"].update({"03": c["layers"]["3"]}), "'03' is no layer"),
+        (lambda c: c["layers"].update({"٣": c["layers"]["3"]}), "'٣' is no layer"),
+        (lambda c: c["layers"].update({"-1": c["layers"]["3"]}), "'-1' is no layer"),
+        (lambda c: c["layers"].update({"9" * 5000: {}}), "no whole plan: ValueError"),
+        (lambda c: c["layers"].update({"3": [1]}), "layer 3 has the key 1"),
+        (lambda c: c["layers"].update({"3": 1}), "no whole plan: TypeError"),
+        (lambda c: c.update(groups=0), "groups is 0; wanted a count, 1 or more"),
+        (lambda c: c.update(groups=-8), "groups is -8; wanted a count"),
+        (lambda c: c.update(groups=3), "3 router groups do not divide 8 experts"),
+        (lambda c: c.update(groups=10**30), "router groups do not divide 8 experts"),
+        (lambda c: c.update(experts=0), "experts is 0; wanted a count"),
+        (lambda c: c.update(top_k=0), "top_k is 0; wanted a count"),
+        (
+            lambda c: c.update(groups=10**30, experts=10**30),
+            r"layer 3 keeps \[0, 0, .*, …\] experts of its 10+ router groups",
+        ),
+        (
+            lambda c: c["about"].update(gaps=[{"a": float("nan")}]),
+            "about.gaps.a is nan, which JSON cannot hold",
+        ),
+        (lambda c: c["source"].update(size=float("inf")), "source.size is inf"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, change: Any, message: str):
@@ -117,6 +142,13 @@ def test_what_is_not_json(tmp_path: Path, content: str):
     path.write_text(content)
     with pytest.raises(PlanError, match=r"plan.json is not JSON"):
         ExpertPlan.load(path)
+
+
+def test_a_layer_that_the_file_names_twice(tmp_path: Path):
+    text = json.dumps(plan_of().to_dict())
+    (tmp_path / "plan.json").write_text(text.replace('"5": {', '"3": {'))
+    with pytest.raises(PlanError, match="the key '3' is named twice"):
+        ExpertPlan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"plan"'])

@@ -7,6 +7,7 @@ says where it came from.
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..checkpoint.stored_format import StoredFormat
+from ..checkpoint.unique_keys import unique_keys
 from ..config import TextArgs
 from ..errors import PlanError
 from .matrix_classes import CLASS_BITS
@@ -26,6 +28,14 @@ HIGH = StoredFormat("mxfp4", 4, 32)
 
 #: Bits that the low bank can have, and its group size.
 LOW_BITS, LOW_GROUP = (2, 3, 4), 64
+
+_KEYS = (
+    *("kind", "version", "experts", "top_k", "groups", "low_bits"),
+    *("bits", "source", "about", "layers"),
+)
+
+#: Router groups that an error lists.
+_SHOWN = 16
 
 _REMAKE = "Make it again with `kimi-k3 plan`."
 
@@ -80,6 +90,7 @@ class ExpertPlan:
         if not self.layers:
             raise PlanError(f"the plan names no layer. {_REMAKE}")
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
+        self._check_counts()
         for layer, plan in self.layers.items():
             self._check_layer(layer, plan)
         if self.low_bits not in LOW_BITS:
@@ -93,6 +104,8 @@ class ExpertPlan:
                     f"{name} has {bits} bits; wanted one of "
                     f"{', '.join(map(str, CLASS_BITS))}. {_REMAKE}"
                 )
+        for name in ("source", "about"):
+            _refuse_non_finite(getattr(self, name), name)
 
     @classmethod
     def identity(cls, text: TextArgs) -> Self:
@@ -178,16 +191,16 @@ class ExpertPlan:
         """Read what :meth:`to_dict` gives; raises PlanError naming what is wrong."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise PlanError(f"it does not hold {KIND}. {_REMAKE}")
-        if content.get("version") != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
             raise PlanError(
-                f"it is a plan of format version {content.get('version')}; this version "
+                f"it is a plan of format version {version!r:.60}; this version "
                 f"of kimi-k3-mlx reads version {VERSION}. {_REMAKE}"
             )
+        _refuse_unknown(content, _KEYS, "it")
         try:
             layers = {
-                _whole(layer): LayerPlan(
-                    tuple(map(_number, plan["high"])), tuple(map(_number, plan["low"]))
-                )
+                _whole(layer): _layer_plan(layer, plan)
                 for layer, plan in content["layers"].items()
             }
             return cls(
@@ -216,7 +229,7 @@ class ExpertPlan:
     def save(self, path: str | Path) -> Path:
         """Write the JSON file ``path``, whole or not at all; where."""
         path = Path(path)
-        text = json.dumps(self.to_dict()) + "\n"
+        text = json.dumps(self.to_dict(), allow_nan=False) + "\n"
         unfinished = path.with_name(f".{path.name}.unfinished")
         try:
             with unfinished.open("w", encoding="utf-8") as file:
@@ -236,7 +249,9 @@ class ExpertPlan:
     def load(cls, path: str | Path) -> Self:
         """Read the file ``path``; raises PlanError naming it."""
         try:
-            content = json.loads(Path(path).read_text("utf-8"))
+            content = json.loads(
+                Path(path).read_text("utf-8"), object_pairs_hook=unique_keys
+            )
         except OSError as error:
             raise PlanError(f"{path} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
@@ -245,6 +260,19 @@ class ExpertPlan:
             return cls.from_dict(content)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+    def _check_counts(self) -> None:
+        for name in ("experts", "top_k", "groups"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise PlanError(
+                    f"{name} is {value!r:.60}; wanted a count, 1 or more. {_REMAKE}"
+                )
+        if self.experts % self.groups:
+            raise PlanError(
+                f"{self.groups} router groups do not divide {self.experts} experts. "
+                f"{_REMAKE}"
+            )
 
     def _check_layer(self, layer: int, plan: LayerPlan) -> None:
         counts = Counter(plan.order)
@@ -270,10 +298,12 @@ class ExpertPlan:
         size = self.experts // self.groups
         groups = [expert // size for expert in plan.order]
         kept = Counter(groups)
-        if len({kept[group] for group in range(self.groups)}) > 1:
+        if len(kept) < self.groups or len(set(kept.values())) > 1:
+            counts = [str(kept[group]) for group in range(min(self.groups, _SHOWN))]
+            more = ", …" if self.groups > _SHOWN else ""
             raise PlanError(
-                f"layer {layer} keeps {[kept[g] for g in range(self.groups)]} experts of "
-                f"its {self.groups} router groups; wanted as many of each."
+                f"layer {layer} keeps [{', '.join(counts)}{more}] experts of its "
+                f"{self.groups} router groups; wanted as many of each."
             )
         if groups != sorted(groups):
             at = next(i for i in range(1, len(groups)) if groups[i] < groups[i - 1])
@@ -290,6 +320,34 @@ def _number(value: Any) -> int:
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is no layer")
+    # One way to write a number, or two keys could name one layer.
+    if not (text.isascii() and text.isdecimal()) or str(int(text)) != text:
+        raise ValueError(f"{text!r:.60} is no layer")
     return int(text)
+
+
+def _layer_plan(layer: str, content: Mapping[str, Any]) -> LayerPlan:
+    _refuse_unknown(content, ("high", "low"), f"layer {layer}")
+    return LayerPlan(*(tuple(map(_number, content[key])) for key in ("high", "low")))
+
+
+def _refuse_unknown(
+    content: Mapping[str, Any], known: tuple[str, ...], where: str
+) -> None:
+    if odd := [key for key in content if key not in known]:
+        raise PlanError(
+            f"{where} has the key {odd[0]!r:.60}, which no plan has; there are "
+            f"{', '.join(known)}. {_REMAKE}"
+        )
+
+
+def _refuse_non_finite(value: Any, where: str) -> None:
+    """JSON has no NaN and no infinity: other readers refuse a file with them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PlanError(f"{where} is {value}, which JSON cannot hold. {_REMAKE}")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_non_finite(inner, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _refuse_non_finite(inner, where)
