@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> object:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if options.verb != "run":
+            # On a terminal a line that moves may be open.
+            line = "\nstopped." if sys.stderr.isatty() else "stopped."
+            print(line, file=sys.stderr)
         return 130
     except Exception as error:
         # A host's command fails in the host's own words.

@@ -112,9 +112,11 @@ def failing_verb(error: BaseException) -> Verb:
     return Verb("fail", "  kimi-k3 fail\n", lambda parser: None, fail)
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch):
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(VERBS, "fail", failing_verb(KeyboardInterrupt()))
     assert main(["fail"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err.strip()) == ("", "stopped.")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

@@ -77,7 +77,7 @@ def test_refusals_are_one_line(
         ((source,), "name a new folder for the build"),
         ((source, source), "is the source"),
         ((tmp_path / "none", tmp_path / "out"), "is not a folder"),
-        (("--dry-run", "--disk-speed", "0"), "--disk-speed is 0, wanted more"),
+        (("--dry-run", "--disk-speed", "0"), "--disk-speed is 0; wanted more"),
     ):
         assert run(*arguments) != 0
         error = capsys.readouterr().err

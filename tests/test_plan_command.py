@@ -256,24 +256,27 @@ def test_a_low_width_that_was_not_measured(command: Command) -> None:
         # What is asked contradicts itself
         (
             [],
-            "a budget plan needs to know how large it may be: give memory or bytes per",
+            "a budget plan needs to know how large it may be: give --memory or --per-",
         ),
-        (["--kind", "uniform"], "give keep or memory"),
+        (["--kind", "uniform"], "give --keep or --memory."),
         (
             ["--kind", "uniform", "--keep", 6, "--memory", 1],
-            "keep and memory each tell",
+            "--keep and --memory each tell",
         ),
         (
             ["--kind", "graded", "--high", 2, "--low", 4, "--memory", 1],
-            "high and low and memory each tell",
+            "--high and --low and --memory each tell",
         ),
         (
             ["--kind", "uniform", "--keep", 6, "--high", 3],
-            "a uniform plan takes no high; it takes keep, memory.",
+            "a uniform plan takes no --high; it takes --keep, --memory.",
         ),
-        (["--memory", 1, "--keep", 6], "a budget plan takes no keep; it takes allowed"),
-        (["--kind", "graded", "--keep", 6], "a graded plan takes no keep"),
-        (["--kind", "global", "--keep", 6, "--low-bits", 2], "takes no low bits"),
+        (
+            ["--memory", 1, "--keep", 6],
+            "a budget plan takes no --keep; it takes --allow-bits,",
+        ),
+        (["--kind", "graded", "--keep", 6], "a graded plan takes no --keep"),
+        (["--kind", "global", "--keep", 6, "--low-bits", 2], "takes no --low-bits"),
         (["--kind", "best"], "no kind of plan is called 'best'; there are uniform,"),
         # Corpora, criteria, classes, widths
         (["--memory", 1, "--weight", "german=1"], "no corpus german; it has code, pyt"),

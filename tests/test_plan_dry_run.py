@@ -132,13 +132,23 @@ def test_the_disk_speed_is_that_asked_for(source: Path) -> None:
     assert [each.disk for each in found.cost.estimates] == [2.5e9]
 
 
+def test_no_plan_is_written(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = source / "plan.json"
+    options = ["--kind", "uniform", "--keep", "6", "--source", str(source)]
+    assert main(["plan", "--dry-run", *options, "--out", str(out)]) == 0
+    assert capsys.readouterr().err == (
+        f"--dry-run writes no plan: {out} is left as it is\n"
+    )
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--memory", "450", "--disk-speed", "0"], "--disk-speed is 0; wanted more"),
         (["--memory", "450", "--criterion", "damage"], "there is no measured damage"),
         (["--memory", "450", "--weight", "code=1"], "there are no corpora to weigh"),
-        (["--kind", "uniform"], "give keep or memory"),
+        (["--kind", "uniform"], "give --keep or --memory."),
         (["--memory", "20"], "nothing keeps to memory of 20,000,000,000 bytes"),
         (["--kind", "uniform", "--keep", "12"], "the router picks 16"),
         (["--memory", "450", "--source", "/nowhere"], "/nowhere holds no config.json"),

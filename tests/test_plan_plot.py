@@ -195,3 +195,19 @@ def test_without_matplotlib_or_folder(
     with pytest.raises(MissingPackageError, match=r"install 'kimi-k3-mlx\[plot\]'"):
         draw(plan, report, wide_table(), tmp_path / "pictures")
     assert not (tmp_path / "pictures").exists()
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], ["--out", "plan.json"]])
+def test_without_matplotlib_nothing_is_planned(
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wide_table().save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    # Planning would find that there is no such source.
+    asked = ["--memory", "1", "--source", "nowhere", "--plot", "pictures", *options]
+    assert main(["plan", str(tmp_path), *asked]) == 2
+    assert "drawing needs matplotlib" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """What is asked of a planner, checked before any work."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from ..build.saliency import CRITERIA
 from ..errors import PlanError
@@ -44,6 +44,7 @@ class PlanRequest:
         bits: of all classes of matrices, or class → bits; class ``""`` is all others.
         probes: use the probes of ``kimi-k3 damage`` if the calibration has them.
         allowed_bits: that ``budget`` may choose for classes that ``bits`` does not name.
+        spelling: how errors write the names of these; their own words if not said.
 
     Raises PlanError for what contradicts itself or is not of this kind.
     """
@@ -61,14 +62,15 @@ class PlanRequest:
     bits: int | Mapping[str, int] | None = None
     allowed_bits: Collection[int] | None = None
     probes: bool = True
+    spelling: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise PlanError(
                 f"no kind of plan is called {self.kind!r}; there are {', '.join(KINDS)}."
             )
-        for field in fields(self):
-            self._check_option(field.name)
+        for each in fields(self):
+            self._check_option(each.name)
         self._check_scale()
         if self.criterion not in (*CRITERIA, DAMAGE):
             raise PlanError(
@@ -97,15 +99,15 @@ class PlanRequest:
             return
         if name not in KINDS[self.kind]:
             raise PlanError(
-                f"a {self.kind} plan takes no {_words(name)}; it takes "
-                f"{', '.join(sorted(map(_words, KINDS[self.kind])))}."
+                f"a {self.kind} plan takes no {self._named(name)}; it takes "
+                f"{', '.join(sorted(map(self._named, KINDS[self.kind])))}."
             )
         if name in ("low_bits", "allowed_bits"):
             return
         if not 0 <= value < float("inf") or (
             value == 0 and name not in ("high", "low")
         ):
-            raise PlanError(f"{_words(name)} is {value}; wanted more than 0.")
+            raise PlanError(f"{self._named(name)} is {value}; wanted more than 0.")
 
     def _check_scale(self) -> None:
         scales = _SCALES[self.kind]
@@ -113,14 +115,15 @@ class PlanRequest:
         if not given:
             raise PlanError(
                 f"a {self.kind} plan needs to know how large it may be: give "
-                f"{' or '.join(map(_words, scales))}."
+                f"{' or '.join(map(self._named, scales))}."
             )
         if self.memory is not None and self.kind != "budget":
             counts = [name for name in given if name != "memory"]
             if len(counts) == len(scales) - 1:
+                told = " and ".join(map(self._named, (*counts, "memory")))
                 raise PlanError(
-                    f"{' and '.join(map(_words, counts))} and memory each tell how many "
-                    "experts stay. Give the counts, or the memory for as many as fit."
+                    f"{told} each tell how many experts stay. Give the counts, or the "
+                    "memory for as many as fit."
                 )
 
     def class_bits(self, sizes: SourceSizes) -> dict[str, int]:
@@ -152,6 +155,5 @@ class PlanRequest:
                     chosen[name] = asked[""]
         return chosen
 
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+    def _named(self, name: str) -> str:
+        return self.spelling.get(name, name.replace("_", " "))

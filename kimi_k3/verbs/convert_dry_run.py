@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConversionError
+from .dry_run import add_dry_run, disk_speeds
 from .printing import print_report
 
 if TYPE_CHECKING:
@@ -13,18 +14,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only a dry run has."""
-    group = parser.add_argument_group("before the weights are there")
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print bytes, memory, disk and hours, and stop; without SOURCE of the "
+    add_dry_run(
+        parser,
+        "print bytes, memory, disk and hours, and stop; without SOURCE of the "
         "released Kimi K3, with it of its config.json (weights are not needed)",
-    )
-    group.add_argument(
-        "--disk-speed",
-        type=float,
-        metavar="GB/S",
-        help="of the disk that is read and written, for the hours",
     )
 
 
@@ -38,17 +31,15 @@ def cost_of(options: argparse.Namespace) -> "ConversionCost":
     """What converting as ``options`` say would take."""
     from ..checkpoint.folder import read_config
     from ..checkpoint.source_layout import full_size_config
-    from ..conversion.conversion_cost import DISK_SPEEDS, conversion_cost
+    from ..conversion.conversion_cost import conversion_cost
     from ..planning.expert_plan import ExpertPlan
 
-    speed = options.disk_speed
-    if speed is not None and not 0 < speed < float("inf"):
-        raise ConversionError(f"--disk-speed is {speed:g}, wanted more than 0 GB/s.")
+    speeds = disk_speeds(options, ConversionError)
     config = full_size_config()
     if options.source is not None:
         config = read_config(Path(options.source))
     return conversion_cost(
         config,
         None if options.plan is None else ExpertPlan.load(options.plan),
-        disk_speeds=DISK_SPEEDS if speed is None else (speed * 1e9,),
+        disk_speeds=speeds,
     )

@@ -131,6 +131,20 @@ def _add_widths(group: Any) -> None:
     )
 
 
+#: What the options are called that :class:`~..planning.plan_request.PlanRequest` knows
+#: by other names.
+SPELLING = {
+    "keep": "--keep",
+    "high": "--high",
+    "low": "--low",
+    "low_bits": "--low-bits",
+    "least": "--least",
+    "memory": "--memory",
+    "bytes_per_token": "--per-token",
+    "allowed_bits": "--allow-bits",
+}
+
+
 def _class_bits(text: str) -> tuple[str, int]:
     name, _, bits = text.rpartition("=")
     return name, int(bits)
@@ -148,6 +162,7 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     refuse_existing(out, options.force)
     refuse_unfinished(Path(options.saliency))
+    refuse_undrawable(options)
     from ..planning.make_plan import plan
 
     result = plan(options.saliency, options.source, **request_of(options))
@@ -174,6 +189,7 @@ def request_of(options: argparse.Namespace) -> dict[str, Any]:
         "probes": options.probes == "on",
         "bits": _named_once(options.bits),
         "allowed_bits": options.allow_bits,
+        "spelling": SPELLING,
     }
 
 
@@ -185,6 +201,14 @@ def refuse_existing(out: Path, force: bool) -> None:
         raise PlanError(
             f"{out} is there already. Name another file, or add --force to replace it."
         )
+
+
+def refuse_undrawable(options: argparse.Namespace) -> None:
+    """Say before the work, not after it, that nothing can draw its pictures."""
+    if options.plot:
+        from ..build.pictures import require_matplotlib
+
+        require_matplotlib()
 
 
 def draw_pictures(result: "PlanResult", options: argparse.Namespace) -> None:

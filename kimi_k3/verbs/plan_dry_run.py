@@ -1,10 +1,12 @@
 """``kimi-k3 plan --dry-run``: what a plan and its conversion come to, without weights."""
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
+from .dry_run import add_dry_run, disk_speeds
 from .printing import print_report
 
 if TYPE_CHECKING:
@@ -14,18 +16,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only a dry run has."""
-    group = parser.add_argument_group("before the weights are there")
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print all that, and bytes, disk and hours of the conversion, and write "
-        "nothing; without a calibration for a saliency curve as published (assumed)",
-    )
-    group.add_argument(
-        "--disk-speed",
-        type=float,
-        metavar="GB/S",
-        help="of the disk that is read and written, for the hours",
+    add_dry_run(
+        parser,
+        "print all that, and bytes, disk and hours of the conversion, and write no plan "
+        "(but pictures, with --plot); without a calibration for a saliency curve as "
+        "published (assumed)",
     )
 
 
@@ -48,9 +43,14 @@ class DryRun:
 
 def dry_run(options: argparse.Namespace) -> int:
     """Print what ``options`` would come to."""
-    from .plan import draw_pictures
+    from .plan import draw_pictures, refuse_undrawable
 
+    refuse_undrawable(options)
     found = rehearse(options)
+    if options.out:
+        print(
+            f"--dry-run writes no plan: {options.out} is left as it is", file=sys.stderr
+        )
     draw_pictures(found.result, options)
     print_report(found, options.json)
     return 0
@@ -58,20 +58,17 @@ def dry_run(options: argparse.Namespace) -> int:
 
 def rehearse(options: argparse.Namespace) -> DryRun:
     """Plan as ``options`` say, from the calibration they name or an assumed one."""
-    from ..conversion.conversion_cost import DISK_SPEEDS, conversion_cost
+    from ..conversion.conversion_cost import conversion_cost
     from ..planning.make_plan import plan, source_config
     from .plan import request_of
 
-    speed = options.disk_speed
-    if speed is not None and not 0 < speed < float("inf"):
-        raise PlanError(f"--disk-speed is {speed:g}; wanted more than 0 GB/s.")
+    speeds = disk_speeds(options, PlanError)
     config = source_config(options.source)
     request = request_of(options)
     if options.saliency:
         result = plan(options.saliency, options.source, **request)
     else:
         result = _plan_assumed(config, request)
-    speeds = DISK_SPEEDS if speed is None else (speed * 1e9,)
     return DryRun(result, conversion_cost(config, result.plan, disk_speeds=speeds))
 
 
