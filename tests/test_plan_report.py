@@ -250,7 +250,7 @@ def test_the_published_build(published: PlanReport) -> None:
         assert part in text
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert sum(line.endswith("·" * 19) for line in lines) == 92
+    assert sum(line.endswith("·" * 19) for line in lines) == len(layer_lines(published))
     assert not any(line.endswith(" ") for line in lines)
 
 
@@ -269,6 +269,40 @@ def test_the_words_of_a_mixed_plan(report: PlanReport) -> None:
         " on average; mxfp4 ",
     ):
         assert part in text
+
+
+def layer_lines(report: PlanReport) -> list[str]:
+    """Number and counts of the table of layers."""
+    table = report.text().split("\n\n")[1].splitlines()[1:]
+    return [" ".join(line.split()[:4]) for line in table]
+
+
+def test_equal_layers_are_one_line(report: PlanReport) -> None:
+    def of(*numbers_and_high: tuple[int, int]) -> PlanReport:
+        layers = [LayerFigures(n, h, 4, 12 - h, 0.5, 0.1) for n, h in numbers_and_high]
+        return replace(report, layers=tuple(layers))
+
+    alike = of((1, 3), (2, 3), (3, 5), (4, 3), (5, 3), (7, 3))
+    assert layer_lines(alike) == [
+        "1-2 3 4 9",
+        "3 5 4 7",
+        "4-5 3 4 9",
+        "7 3 4 9",
+    ]
+    first, *others = alike.layers
+    unlike = replace(alike, layers=(replace(first, saliency_low=0.2), *others))
+    assert layer_lines(unlike)[:2] == ["1 3 4 9", "2 3 4 9"]
+
+
+def test_assumed_errors_are_called_so(report: PlanReport) -> None:
+    words = "class widths by assumed errors: `kimi-k3 damage` measures them\n"
+    about = {**report.about, "kind": "budget"}
+    assert words in replace(report, about=about).text()
+    assert words not in report.text()  # no budget: nothing was chosen by them
+    assert report.damage is not None
+    for known in ({"measured": True}, {"nats": True}):
+        damage = replace(report.damage, **known)
+        assert words not in replace(report, about=about, damage=damage).text()
 
 
 def test_assumed_saliency_is_called_so(

@@ -84,12 +84,19 @@ def _layers(report: "PlanReport") -> list[str]:
         f"layer  high   low  dropped  saliency kept  "
         f"{HIGH} mxfp4  {LOW} {report.low_bits} bits  {DROPPED} dropped"
     ]
+    runs: list[tuple[int, int, str]] = []  # first layer, last, what both say
     for each in report.layers:
         kept = each.saliency_high + each.saliency_low
-        lines.append(
-            f"{each.layer:5} {each.high:5} {each.low:5} {each.dropped:8}  "
-            f"{kept:13.1%}  {bar(each)}"
+        words = (
+            f"{each.high:5} {each.low:5} {each.dropped:8}  {kept:13.1%}  {bar(each)}"
         )
+        first = each.layer
+        if runs and runs[-1][1:] == (first - 1, words):
+            first = runs.pop()[0]
+        runs.append((first, each.layer, words))
+    for first, last, words in runs:
+        name = f"{first}" if first == last else f"{first}-{last}"
+        lines.append(f"{name:>5} {words}")
     return lines
 
 
@@ -216,6 +223,10 @@ def _damage(report: "PlanReport") -> list[str]:
         lines.append(
             f"{'':16}no plan of this budget has less than {found.bound:.4g} "
             f"(gap {found.gap:.2%})"
+        )
+    if report.kind == "budget" and not (found.measured or found.nats):
+        lines.append(
+            f"{'':16}class widths by assumed errors: `kimi-k3 damage` measures them"
         )
     if found.by_rule:
         name = min(found.by_rule, key=found.by_rule.__getitem__)
