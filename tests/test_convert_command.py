@@ -167,6 +167,6 @@ def test_the_line_of_progress():
     assert progress_text(PROGRESS) == (
         "shard  4 of 95   25%  25 GB at 500 MB/s  0:50 gone  2:30 left"
     )
-    begun = Progress(0, 95, 0, 10**11, 0.0, hashing=True)
+    begun = Progress(0, 95, 0, 10**11, 0.0, hashing="the source")
     assert progress_text(begun) == "hashing the source    0%  0 B at 0 B/s  0:00 gone"
     assert progress_text(Progress(0, 1, 0, 0, 1.0)).startswith("shard 1 of 1  100%")

@@ -17,7 +17,7 @@ from tiny_k3 import TEXT_SIZES, WIDE_EXPERTS, write_t1, write_t2
 from kimi_k3 import convert
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.conversion import convert_checks, source_files
-from kimi_k3.conversion.source_hashes import SourceHashes
+from kimi_k3.conversion.file_hashes import FileHashes
 from kimi_k3.errors import (
     CheckpointError,
     ConversionError,
@@ -313,7 +313,7 @@ def test_a_shard_that_becomes_shorter(source: Path, out: Path):
 
 def test_hashes_are_held_against_the_hubs(source: Path, out: Path):
     first, *others = sorted(source.glob("*.safetensors"))
-    with SourceHashes([first, *others]) as hashes:
+    with FileHashes([first, *others]) as hashes:
         found = hashes.take(wait=lambda: None)
         assert hashes.take() == {}
         assert hashes.nbytes == hashes.nbytes_all

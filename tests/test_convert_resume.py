@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -265,7 +266,7 @@ def test_another_conversion_does_not_go_on(
             "differences",
             lambda then, now: differences(then, replace(now, **{what: "another"})),
         )
-    words = conversion_journal._WORDS[what]
+    words = re.escape(conversion_journal._WORDS[what])
     with pytest.raises(ConversionError, match=f"begun otherwise: {words} was '"):
         convert(source, partial, other, resume=True)
     monkeypatch.undo()

@@ -10,10 +10,11 @@ from tiny_k3 import write_tk
 from kimi_k3.conversion.side_files import (
     GENERATION,
     end_ids,
+    left_out,
+    read_side_files,
     side_files,
-    write_side_files,
 )
-from kimi_k3.errors import ConversionError
+from kimi_k3.errors import ConversionError, KimiK3Error, TokenizerError
 from kimi_k3.nano import NANO_FOLDER
 
 #: Names of the ids that end a turn, as TK has them.
@@ -25,6 +26,13 @@ def source(tmp_path: Path) -> Path:
     folder = write_tk(tmp_path / "source")
     (folder / "config.json").write_text('{"eos_token_id": 7}')
     return folder
+
+
+def write_side_files(source: Path, out: Path) -> list[str]:
+    content = read_side_files(source)
+    for name, written in content.items():
+        (out / name).write_bytes(written)
+    return list(content)
 
 
 @pytest.fixture
@@ -56,6 +64,9 @@ COPIED = (
 
 LEFT = (
     "README.md",
+    "notes.txt",
+    "secrets.json",
+    "LICENSE_keys.json",
     ".gitattributes",
     ".hidden.json",
     "config.json",
@@ -71,6 +82,14 @@ def test_everything_is_copied_but_code_and_weights(source: Path, out: Path):
         if not (source / name).exists():
             (source / name).write_text(f'{{"of": "{name}"}}')
     (source / "figures.json").mkdir()
+    assert left_out(source) == [
+        "LICENSE_keys.json",
+        "README.md",
+        "configuration_kimi_k3.py",
+        "figure.png",
+        "notes.txt",
+        "secrets.json",
+    ]
     written = write_side_files(source, out)
     assert sorted(written) == sorted({path.name for path in out.iterdir()})
     assert set(written) == {*COPIED, "tokenizer_config.json", GENERATION}
@@ -127,6 +146,7 @@ def test_what_the_source_says_stays(source: Path, out: Path):
 
 def test_end_ids_without_a_tokenizer(source: Path, out: Path):
     (source / "tokenizer_config.json").unlink()
+    (source / "tiktoken.model").unlink()
     (source / GENERATION).unlink()
     assert end_ids(source) == [7]
     (source / "config.json").write_text("{}")
@@ -134,10 +154,41 @@ def test_end_ids_without_a_tokenizer(source: Path, out: Path):
         write_side_files(source, out)
 
 
-def test_damaged_files_are_named(source: Path, out: Path):
-    (source / GENERATION).write_text("{")
-    with pytest.raises(ConversionError, match=r"generation_config\.json is not JSON"):
-        write_side_files(source, out)
+DAMAGED = {
+    "cut": (GENERATION, "{", r"generation_config\.json is not JSON"),
+    "list": (GENERATION, "[]", r"generation_config\.json holds no JSON object"),
+    "ids": (GENERATION, '{"eos_token_id": ["x"]}', r"eos_token_id is \['x'\]; wanted"),
+    "hot": (GENERATION, '{"temperature": "hot"}', "temperature is 'hot'; wanted a"),
+    "processor": ("processor_config.json", "{", r"processor_config\.json is not JSON"),
+    "vocabulary": ("tiktoken.model", "a b c", r"tiktoken\.model, line 1: "),
+    "empty": ("tiktoken.model", "", "holds 0 ranks but none for byte"),
+    "names": ("tokenizer_config.json", "{}", "has no added_tokens_decoder"),
+    "nameless": (
+        "tokenizer_config.json",
+        '{"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": {"5": {}}}',
+        "does not name tokens as Kimi K3's does",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_files_are_named(source: Path, kind: str):
+    name, content, message = DAMAGED[kind]
+    read_side_files(source)
+    (source / name).write_text(content)
+    with pytest.raises(KimiK3Error, match=message):
+        read_side_files(source)
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json"])
+def test_half_a_tokenizer_is_none(source: Path, name: str):
+    """B41: a file that copy patterns forget, or a link that leads nowhere."""
+    (source / name).unlink()
+    with pytest.raises(TokenizerError, match=f"{name} cannot be read"):
+        read_side_files(source)
+    (source / name).symlink_to("nowhere")
+    with pytest.raises(KimiK3Error, match=f"{name} cannot be read"):
+        read_side_files(source)
 
 
 def test_side_files_are_in_order(source: Path):

@@ -31,8 +31,8 @@ _IGNORED = (".DS_Store",)
 
 _WORDS = {
     "source": "the source's fingerprint",
-    "plan": "the plan",
-    "moments": "the digest of the moments",
+    "plan": "the plan (--plan)",
+    "moments": "the moments (--moments)",
     "tool": "kimi-k3-mlx",
     "mlx": "mlx",
     "device": "the device",
@@ -65,7 +65,7 @@ class Conditions:
         """In words, what of ``now`` is not as here."""
         mine, theirs = asdict(self), asdict(now)
         return [
-            f"{_WORDS[name]} was {mine[name]!r} and is {theirs[name]!r} now"
+            f"{_WORDS[name]} was {_short(mine[name])} and is {_short(theirs[name])} now"
             for name in mine
             if mine[name] != theirs[name]
         ]
@@ -142,11 +142,20 @@ class ConversionJournal:
 
     def check(self, now: Conditions) -> None:
         """Raise ConversionError if the conversion was begun otherwise than ``now``."""
-        if differences := self.conditions.differences(now):
-            raise ConversionError(
-                f"{self.out} holds a conversion that was begun otherwise: "
-                f"{'; '.join(differences)}. Go on as it was begun, or name another folder."
+        differences = self.conditions.differences(now)
+        if not differences:
+            return
+        remedy = "Go on as it was begun, or name another folder."
+        if self.conditions.source != now.source:
+            remedy = (
+                "This is another source, or its config or shards were exchanged since: "
+                "nothing of it can be kept. Delete the folder, or name another, and "
+                "convert from the beginning."
             )
+        raise ConversionError(
+            f"{self.out} holds a conversion that was begun otherwise: "
+            f"{'; '.join(differences)}. {remedy}"
+        )
 
     def is_finished(self, file: str, stamps: Mapping[str, int]) -> bool:
         """Whether ``file`` is written, from what its source files are now.
@@ -163,10 +172,7 @@ class ConversionJournal:
                 f"{self.out} and convert again."
             )
         found = ShardRecord.of(path)
-        if (found.size, found.header_sha256) != (
-            shard.record.size,
-            shard.record.header_sha256,
-        ):
+        if not found.is_like(shard.record):
             raise ConversionError(
                 f"{path} is not as it was written: {found.size} bytes, header "
                 f"{found.header_sha256[:12]}; written were {shard.record.size} bytes, "
@@ -188,6 +194,7 @@ def locked(out: Path) -> Iterator[None]:
     nothing was begun by the end, nothing is left.
     """
     try:
+        _make(out)
         with locked_folder(out, PARTIAL, "converted", ConversionError):
             if _path(out).exists():
                 sweep_unfinished(out)
@@ -203,6 +210,22 @@ def other_files(out: Path) -> list[str]:
     found = {path.name for path in out.iterdir()} - {PARTIAL, *_IGNORED}
     inside = {path.name for path in (out / PARTIAL).iterdir()} - {LOCK, JOURNAL}
     return sorted(found | {f"{PARTIAL}/{name}" for name in inside})
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConversionError(
+            f"{out} cannot be written: {error.strerror}. Name a folder that can be."
+        ) from error
+
+
+def _short(value: object) -> str:
+    """What tells a digest from another."""
+    return (
+        repr(value[:12]) if isinstance(value, str) and value else str(value or "none")
+    )
 
 
 def _path(out: Path) -> Path:

@@ -5,17 +5,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, ConversionError
+from ..errors import ConversionError
 from .build_layout import BuildShard
 from .conversion_journal import ConversionJournal, FinishedShard
 from .convert_shard import ShardMaker
-from .provenance import ShardRecord, hub_sha256
+from .file_hashes import FileHashes, check_hub_hash, hashing_threads
+from .provenance import ShardRecord
 from .shard_writer import ShardWriter
-from .source_hashes import SourceHashes
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Progress:
         shard, shards: the one in work, from 0 on, and how many there are.
         bytes_done, bytes_all: of this process's share of the build.
         seconds: since this process began.
-        hashing: whether shards are written and only source files are still hashed; bytes
-            are those of the source then.
+        hashing: what is still hashed when all shards are written, "the build" or "the
+            source"; bytes are its own then.
         finished: whether this shard is done and safe on disk.
     """
 
@@ -36,7 +37,7 @@ class Progress:
     bytes_done: int
     bytes_all: int
     seconds: float
-    hashing: bool = False
+    hashing: str = ""
     finished: bool = False
 
     @property
@@ -107,15 +108,20 @@ class ConversionRun:
         with self.writing():
             self.journal.write()
         hashes = self._hashes() if self._hash_source else None
-        with hashes or nullcontext():
-            self._write_left(hashes)
+        with hashes or nullcontext(), FileHashes(threads=hashing_threads()) as written:
+            left = {shard.file for shard in self.left}
+            for file, shard in self.journal.finished.items():
+                if file not in left and shard.record.sha256 is None:
+                    written.add(self.journal.out / file)
+            self._write_left(hashes, written)
+            show = partial(show_hashing, self.progress, len(self.shards))
+            self._take_written(written.take(wait=partial(show, written, "the build")))
             if hashes is not None:
-                found = hashes.take(wait=lambda: self._show_hashing(hashes))
-                self._take(found)
-                with self.writing():
-                    self.journal.write()
+                self._take(hashes.take(wait=partial(show, hashes, "the source")))
+            with self.writing():
+                self.journal.write()
 
-    def _write_left(self, hashes: SourceHashes | None) -> None:
+    def _write_left(self, hashes: FileHashes | None, written: FileHashes) -> None:
         """One shard is made durable, which is waiting, while the next is written."""
         waiting: _Waiting | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="kimi-k3-sync") as pool:
@@ -129,22 +135,26 @@ class ConversionRun:
                         self._fill(writer, shard)
                         if waiting is not None:
                             before, waiting = waiting, None
-                            self._settle(before, hashes)
+                            self._settle(before, hashes, written)
                         waiting = _Waiting(
                             shard, open_file.pop_all(), pool.submit(writer.finish)
                         )
             finally:
                 if waiting is not None:
                     with self.writing():
-                        self._settle(waiting, hashes)
+                        self._settle(waiting, hashes, written)
 
-    def _settle(self, waiting: "_Waiting", hashes: SourceHashes | None) -> None:
+    def _settle(
+        self, waiting: "_Waiting", hashes: FileHashes | None, written: FileHashes
+    ) -> None:
         """Wait until a shard is durable; the journal has it then."""
         shard = waiting.shard
         with waiting.file:
             record = waiting.record.result()
         stamps = self.stamps[shard.file]
         self.journal.finished[shard.file] = FinishedShard(record, stamps)
+        written.add(self.journal.out / shard.file)
+        self._take_written(written.take())
         if hashes is not None:
             self._take(hashes.take())
         self.journal.write()
@@ -178,14 +188,14 @@ class ConversionRun:
             self._said.add(text)
             self.tell(text)
 
-    def _hashes(self) -> SourceHashes:
+    def _hashes(self) -> FileHashes:
         """Hashes the source files whose hashes are not known, in order."""
         source = self.maker.source
         for shard, (_, stamp) in list(self.journal.hashes.items()):
             if source.reader.stamps[shard][1] != stamp:
                 del self.journal.hashes[shard]
         headers = source.folder.headers
-        return SourceHashes(
+        return FileHashes(
             [headers[s].path for s in sorted(headers) if s not in self.journal.hashes]
         )
 
@@ -193,13 +203,15 @@ class ConversionRun:
         """Note ``hashes``; raises CheckpointError if the hub knows another."""
         source = self.maker.source
         for shard, found in hashes.items():
-            wanted = hub_sha256(source.folder.headers[shard].path)
-            if wanted not in (None, found):
-                raise CheckpointError(
-                    f"{shard} is damaged: its SHA-256 is {found}, but the hub recorded "
-                    f"{wanted} for it. Download it again, then go on with --resume."
-                )
+            check_hub_hash(source.folder.headers[shard].path, found)
             self.journal.hashes[shard] = found, source.reader.stamps[shard][1]
+
+    def _take_written(self, hashes: dict[str, str]) -> None:
+        """Note ``hashes`` of finished shards of the build."""
+        finished = self.journal.finished
+        for file, found in hashes.items():
+            record = replace(finished[file].record, sha256=found)
+            finished[file] = replace(finished[file], record=record)
 
     def _show(self, shard: BuildShard, *, finished: bool = False) -> None:
         if self.progress is not None:
@@ -214,15 +226,19 @@ class ConversionRun:
                 )
             )
 
-    def _show_hashing(self, hashes: SourceHashes) -> None:
-        if self.progress is not None:
-            self.progress(
-                Progress(
-                    shard=len(self.shards) - 1,
-                    shards=len(self.shards),
-                    bytes_done=hashes.nbytes,
-                    bytes_all=hashes.nbytes_all,
-                    seconds=time.monotonic() - self._started,
-                    hashing=True,
-                )
+
+def show_hashing(
+    progress: Watch | None, shards: int, hashes: FileHashes, what: str
+) -> None:
+    """Show how far ``hashes`` of ``what`` are; all ``shards`` are written."""
+    if progress is not None:
+        progress(
+            Progress(
+                shard=shards - 1,
+                shards=shards,
+                bytes_done=hashes.nbytes,
+                bytes_all=hashes.nbytes_all,
+                seconds=hashes.seconds,
+                hashing=what,
             )
+        )

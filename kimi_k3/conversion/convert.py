@@ -5,32 +5,33 @@ its experts at a time. One shard is made durable while the next is written;
 ``config.json``, without which no loader takes a folder for a build, is written last.
 """
 
-import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from ..build.saliency import TOOL
-from ..checkpoint.folder import CONFIG, read_config
-from ..checkpoint.shard_index import INDEX
-from ..errors import ConversionError
 from ..machine.hardware import read_machine
 from ..planning.expert_plan import ExpertPlan
-from .build_layout import BuildLayout, build_layout
+from ..tokenizer.files import CONFIG_FILE, VOCAB_FILE
+from .build_layout import build_layout
 from .conversion_journal import Conditions, ConversionJournal, locked
-from .conversion_run import ConversionRun, Tell, Watch
+from .conversion_run import ConversionRun, Tell, Watch, show_hashing
 from .convert_checks import (
     check_begun,
+    check_folders,
     check_plan,
     check_room,
     check_target,
+    read_plan,
 )
 from .convert_shard import ShardMaker, quantised_modules
-from .durable_files import write_durably
-from .importance import Importance
-from .provenance import RECORD, Provenance, ShardRecord, config_text
+from .finished_build import complete, finished_record, with_source_hashes
+from .importance import Importance, importance_shapes
+from .provenance import Provenance, ShardRecord
 from .shard_writer import shard_size
-from .side_files import without_code, write_side_files
+from .side_files import has_tokenizer, left_out
+from .small_files import SmallFiles
 from .source_files import SourceFiles
 
 
@@ -55,7 +56,8 @@ def convert(
         moments: a calibration of ``source``: what is quantised loses least where inputs
             are large. None: all input channels count alike.
         resume: go on with a conversion that was stopped; the result is the same, to the
-            byte. A finished one is left as it is.
+            byte. A finished one keeps its shards; what is missing or changed beside them
+            is written again.
         hash_source: record the SHA-256 of every source shard, and hold it against the
             hub's where that is known.
         progress: is shown how far it is, piece by piece.
@@ -65,21 +67,26 @@ def convert(
     then: PlanError, ConversionError, or of a damaged source CheckpointError.
     """
     tell = tell or (lambda text: None)
-    if isinstance(plan, str | Path):
-        plan = ExpertPlan.load(plan)
-    out = Path(out)
-    check_target(Path(source), out)
+    check_folders(source=source, out=out)
+    plan = read_plan(plan)
+    source, out = Path(source), Path(out)
+    check_target(source, out)
     files = SourceFiles(source)
     for note in files.folder.notes:
         tell(note)
     maker = _maker(files, plan, moments, tell)
+    small = SmallFiles.of(source, maker.layout)
+    _tell_what_is_not_copied(source, tell)
     now = _conditions(maker)
     with locked(out):
         journal = ConversionJournal.read(out)
-        if resume and journal is None and _is_finished(out, maker, plan, now):
-            tell(f"{out} holds this conversion, finished; there is nothing to do.")
+        if resume and journal is None and (record := finished_record(out, plan, now)):
+            if hash_source:
+                show = partial(show_hashing, progress, len(maker.layout.shards))
+                record = with_source_hashes(record, files, show)
+            complete(out, small, record, tell)
             return out
-        check_begun(out, journal, resume)
+        check_begun(out, journal, resume, maker.layout)
         if journal is None:
             journal = ConversionJournal(out, now)
         journal.check(now)
@@ -87,7 +94,7 @@ def convert(
         check_room(out, sum(shard_size(shard.tensors) for shard in run.left))
         run.write_shards()
         with run.writing():
-            _write_small_files(maker, plan, journal, hash_source)
+            small.write(out, _record(maker, plan, journal, hash_source))
             journal.close()
     return out
 
@@ -109,7 +116,21 @@ def _maker(
     if not modules:
         tell(f"{moments} is not used: nothing is quantised again.")
         return maker
-    return replace(maker, importance=Importance(moments, files.fingerprint, modules))
+    importance = Importance(moments, files.fingerprint, modules)
+    importance.check(importance_shapes(layout, wanted, modules))
+    return replace(maker, importance=importance)
+
+
+def _tell_what_is_not_copied(source: Path, tell: Tell) -> None:
+    if names := left_out(source):
+        tell(f"left out of the build: {', '.join(names)}.")
+    if not has_tokenizer(source):
+        tell(
+            f"WARNING: {source} holds no tokenizer ({VOCAB_FILE}, {CONFIG_FILE}): the "
+            "build will have none either, so nobody can chat with it, and `kimi-k3 verify` "
+            "will find fault with it. Download both into the source; --resume copies them, "
+            "into a finished build, too."
+        )
 
 
 def _conditions(maker: ShardMaker) -> Conditions:
@@ -124,54 +145,25 @@ def _conditions(maker: ShardMaker) -> Conditions:
     )
 
 
-def _is_finished(
-    out: Path, maker: ShardMaker, plan: ExpertPlan | None, now: Conditions
-) -> bool:
-    """Whether ``out`` holds this very conversion, whole."""
-    if not (out / CONFIG).is_file():
-        return False
-    record = Provenance.of_config(read_config(out))
-    if record is None:
-        return False
-    planned = plan and plan.digest, record.plan and record.plan.digest
-    if (record.fingerprint, record.moments or "") != (now.source, now.moments) or (
-        planned[0] != planned[1]
-    ):
-        raise ConversionError(
-            f"{out} holds another conversion, which is finished. Name another folder."
-        )
-    for file, shard in record.shards.items():
-        path = out / file
-        if not path.is_file() or ShardRecord.of(path) != shard:
-            raise ConversionError(
-                f"{path} is not as it was written. Delete {out} and convert again."
-            )
-    return True
-
-
-def _write_small_files(
+def _record(
     maker: ShardMaker,
     plan: ExpertPlan | None,
     journal: ConversionJournal,
     hash_source: bool,
-) -> None:
-    """Index and side files, then ``config.json`` with the record of the conversion."""
-    out, layout = journal.out, maker.layout
-    write_durably(out / INDEX, index_text(layout).encode())
-    write_side_files(maker.source.folder.path, out)
-    record = Provenance(
+) -> Provenance:
+    """What was done, for ``config.json``."""
+    return Provenance(
         tool={"kimi-k3-mlx": journal.conditions.tool, "mlx": journal.conditions.mlx},
         plan=plan,
         kept={layer: maker.plan.order(layer) for layer in maker.plan.layers},
         fingerprint=journal.conditions.source,
         source=_source_records(maker.source, journal if hash_source else None),
         shards={
-            shard.file: journal.finished[shard.file].record for shard in layout.shards
+            shard.file: journal.finished[shard.file].record
+            for shard in maker.layout.shards
         },
         moments=journal.conditions.moments or None,
     )
-    config = without_code(dict(layout.config)) | {RECORD: record.to_dict()}
-    write_durably(out / CONFIG, config_text(config).encode())
 
 
 def _source_records(
@@ -185,12 +177,3 @@ def _source_records(
             record = replace(record, sha256=journal.hashes[shard][0])
         found[shard] = record
     return found
-
-
-def index_text(layout: BuildLayout) -> str:
-    """``model.safetensors.index.json`` of a build."""
-    index = {
-        "metadata": {"total_size": layout.nbytes},
-        "weight_map": dict(sorted(layout.weight_map.items())),
-    }
-    return json.dumps(index, indent=1) + "\n"

@@ -1,10 +1,15 @@
 """What can be seen to go wrong before hours of work: plan, target, room on the disk."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.folder import CONFIG
 from ..errors import ConversionError, PlanError
 from ..planning.expert_plan import ExpertPlan
+from .build_layout import BuildLayout
 from .conversion_journal import ConversionJournal, other_files
 from .source_files import SourceFiles
 
@@ -12,6 +17,41 @@ from .source_files import SourceFiles
 SPARE_BYTES = 64_000_000
 
 _FINGERPRINT = "fingerprint"
+
+
+def check_folders(**folders: Any) -> None:
+    """Raise ConversionError unless every value can be the path of a folder."""
+    for what, value in folders.items():
+        if not isinstance(value, str | os.PathLike) or not str(value):
+            raise ConversionError(f"{what} is {value!r}; wanted the path of a folder.")
+        try:
+            Path(value).exists()
+            os.lstat(value)
+        except ValueError:
+            raise ConversionError(
+                f"{what} is {str(value)!r}: no path can hold that. Name another folder."
+            ) from None
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno == errno.ENOTDIR:
+                continue
+            raise ConversionError(
+                f"{what}: {str(value)[:80]} cannot be looked at: {error.strerror}. Name "
+                "another folder."
+            ) from error
+
+
+def read_plan(plan: ExpertPlan | str | Path | None) -> ExpertPlan | None:
+    """The plan, or what its file holds; raises PlanError for anything else."""
+    if isinstance(plan, str | Path):
+        return ExpertPlan.load(plan)
+    if plan is not None and not isinstance(plan, ExpertPlan):
+        raise PlanError(
+            f"the plan is a {type(plan).__name__}; wanted an ExpertPlan or the path of "
+            "its file, as `kimi-k3 plan` writes it."
+        )
+    return plan
 
 
 def check_plan(plan: ExpertPlan, source: SourceFiles) -> None:
@@ -34,6 +74,11 @@ def check_target(source: Path, out: Path) -> None:
             f"{out} is {'the source' if one == other else 'not apart from the source'} "
             f"{source}. Name another folder, which need not be there yet."
         )
+    if out.is_symlink() and not out.exists():
+        raise ConversionError(
+            f"{out} is a link to {out.readlink()}, which is not there. Make that folder, "
+            "or name another."
+        )
     if out.exists() and not out.is_dir():
         raise ConversionError(f"{out} is not a folder. Name another.")
 
@@ -48,9 +93,19 @@ def check_empty(out: Path) -> None:
         )
 
 
-def check_begun(out: Path, journal: ConversionJournal | None, resume: bool) -> None:
+def check_begun(
+    out: Path, journal: ConversionJournal | None, resume: bool, layout: BuildLayout
+) -> None:
     """Raise ConversionError unless ``resume`` fits what was begun in ``out``."""
     if journal is None:
+        shards = {shard.file for shard in layout.shards}
+        if resume and shards & set(other_files(out)) and not (out / CONFIG).exists():
+            raise ConversionError(
+                f"{out} holds shards, but neither {CONFIG}, which ends a conversion and "
+                "records what was written, nor the journal of one that was stopped: "
+                f"nothing tells whether the shards are whole. Put {CONFIG} back from a "
+                "copy, or delete the folder and convert again."
+            )
         check_empty(out)
     elif not resume:
         raise ConversionError(

@@ -18,6 +18,7 @@ from ..checkpoint.sanitize import module_weights
 from ..checkpoint.source_layout import SourceTensor, expert_prefix
 from ..checkpoint.stored_format import StoredFormat
 from ..config import ModelArgs
+from ..errors import CheckpointError, ConversionError
 from ..models import Model
 from ..planning.expert_plan import HIGH, ExpertPlan
 from .build_config import module_formats
@@ -29,6 +30,9 @@ from .source_files import EXPERT_PARTS, SourceFiles
 
 #: Parameters whose first axis is the experts of the router.
 _BY_EXPERT = (".mlp.gate.weight", ".mlp.e_score_correction_bias")
+
+#: Values of a tensor that are looked at together.
+_LOOKED_AT = 1 << 22
 
 _SUFFIXES = ("weight", "scales", "biases")
 
@@ -146,6 +150,8 @@ class ShardMaker:
         pieces = ((name, places[name].key, 0) for name in names if name in same)
         yield from self.source.copy(pieces, writer)
         stored = self.source.reader.read([name for name in names if name not in same])
+        for name, array in stored.items():
+            self._check_values(name, array)
         placed = module_weights(stored, self.source.args, model)
         stored.clear()
         for name in sorted(placed):
@@ -161,6 +167,18 @@ class ShardMaker:
             del array
             mx.clear_cache()
 
+    def _check_values(self, name: str, array: mx.array) -> None:
+        """Raise CheckpointError for a tensor of the source with values that are none."""
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return
+        rows = max(1, _LOOKED_AT // max(1, array[0].size))
+        for start in range(0, array.shape[0], rows):
+            if not mx.isfinite(array[start : start + rows]).all().item():
+                raise CheckpointError(
+                    f"{self.source.shard_of[name]}: {name} holds NaN or infinity; the "
+                    "shard is damaged. Download it again."
+                )
+
     def _quantised(
         self,
         writer: ShardWriter,
@@ -170,12 +188,15 @@ class ShardMaker:
         row: int | None,
     ) -> int:
         stored = self.quantised[module]
-        parts = quantize(
-            weight,
-            bits=stored.bits,
-            group_size=stored.group_size,
-            importance=importance,
-        )
+        try:
+            parts = quantize(
+                weight,
+                bits=stored.bits,
+                group_size=stored.group_size,
+                importance=importance,
+            )
+        except ConversionError as error:
+            raise ConversionError(f"{module} cannot be quantised: {error}") from error
         return sum(
             writer.put(f"{module}.{suffix}", part, row)
             for suffix, part in zip(_SUFFIXES, parts, strict=True)

@@ -1,7 +1,7 @@
 """How much each input channel of a matrix matters: the moments of a calibration."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +11,12 @@ from ..build.input_moments import LayerMoments
 from ..build.journal import HEAD, MOMENTS
 from ..build.saliency import FILE_NAME, SaliencyTable
 from ..checkpoint.names import PREFIX, layer_of
-from ..errors import ConversionError
+from ..checkpoint.stored_format import StoredFormat
+from ..errors import CalibrationError, ConversionError
+from ..planning.expert_plan import ExpertPlan
+from .build_layout import BuildLayout
+
+_EXPERTS, _EMBEDDING = ".switch_mlp.", ".embed_tokens"
 
 _REMEDY = "Name the folder of a finished calibration with moments."
 
@@ -44,11 +49,48 @@ class Importance:
             digest.update(f"{path.name} {_file_digest(path)}\n".encode())
         self.digest = digest.hexdigest()
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Read every file, so that none is found damaged after hours of work.
+
+        ``shapes`` are as :func:`importance_shapes` gives them. Raises CalibrationError
+        or ConversionError naming a file that is not whole, not of this model, or a copy
+        of another layer's.
+        """
+        files: dict[Path, list[str]] = {}
+        for module in shapes:
+            if not module.endswith(_EMBEDDING):
+                files.setdefault(self._path(module), []).append(module)
+        seen: dict[str, Path] = {}
+        for path, modules in sorted(files.items()):
+            other = seen.setdefault(_file_digest(path), path)
+            if other != path:
+                raise ConversionError(
+                    f"{path} and {other.name} hold the same: one was copied over the "
+                    "other. Calibrate again with --restart."
+                )
+            for module in modules:
+                self._check_shape(path, module, shapes[module])
+
+    def _check_shape(self, path: Path, module: str, wanted: tuple[int, ...]) -> None:
+        try:
+            found = self._moments(module).of(_inside(module))
+        except CalibrationError as error:
+            told = str(error)
+            named = told if path.name in told else f"{path}: {told}"
+            raise ConversionError(f"{named} {_REMEDY}") from error
+        # The experts' are of all corpora together; a row a corpus for the others.
+        shape = found.shape if _EXPERTS in module else found.shape[1:]
+        if shape != wanted:
+            raise ConversionError(
+                f"{path}: the moments of {module} are of shape {shape}, but it wants "
+                f"{wanted}: they are of another layer or another model. {_REMEDY}"
+            )
+
     def of(self, module: str) -> mx.array | None:
         """(inputs,) of the matrix ``module``, a path of the model; (heads, inputs) of one
         matrix a head; None for the embedding, which no activations multiply.
         """
-        if module.endswith(".embed_tokens"):
+        if module.endswith(_EMBEDDING):
             return None
         moments = self._moments(module).of(_inside(module))
         return mx.array(moments.sum(axis=0, dtype=np.float64).astype(np.float32))
@@ -67,6 +109,22 @@ class Importance:
         layer = layer_of(f".{module}.")
         name = HEAD if layer is None else f"layer-{layer:03d}.npz"
         return self._folder / MOMENTS / name
+
+
+def importance_shapes(
+    layout: BuildLayout, plan: ExpertPlan, modules: Mapping[str, StoredFormat]
+) -> dict[str, tuple[int, ...]]:
+    """Module path → shape of what weighs it: (inputs,), (heads, inputs), or of experts
+    (experts of the source, inputs).
+    """
+    stored = {t.name: t.shape for shard in layout.shards for t in shard.tensors}
+    found = {}
+    for module, form in modules.items():
+        *batch, _, words = stored[f"{module}.weight"]
+        inputs = words * 32 // form.bits
+        experts = (plan.experts, inputs)
+        found[module] = experts if _EXPERTS in module else (*batch, inputs)
+    return found
 
 
 def _inside(module: str) -> str:

@@ -44,8 +44,8 @@ class ShardRecord:
             length and the header.
         hub_sha256: of the whole file, as the Hugging Face hub recorded it when it was
             downloaded; None where no record lies beside the file.
-        sha256: of the whole file, computed from its bytes; None unless that was asked
-            for.
+        sha256: of the whole file, computed from its bytes: of what a conversion wrote,
+            always; of its source, if that was asked for; else None.
 
     Raises ConversionError for values that can be none of a file.
     """
@@ -78,6 +78,11 @@ class ShardRecord:
             raise ConversionError(
                 f"{path} cannot be read: {error.strerror}."
             ) from error
+
+    def is_like(self, other: "ShardRecord") -> bool:
+        """Whether size and header are the same; of the data nothing is said."""
+        mine, theirs = self.header_sha256, other.header_sha256
+        return (self.size, mine) == (other.size, theirs)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; hashes that are not known are left out."""

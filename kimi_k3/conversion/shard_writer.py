@@ -73,7 +73,8 @@ class ShardWriter:
         self._file = -1
 
     def __enter__(self) -> Self:
-        self._file = os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._file = os.open(self._unfinished, flags, 0o666)
         try:
             os.ftruncate(self._file, self._size)
             write_all(self._file, memoryview(self._header), 0)

@@ -124,7 +124,7 @@ def progress_text(progress: "Progress") -> str:
     share = progress.bytes_done / progress.bytes_all if progress.bytes_all else 1
     what = f"shard {progress.shard + 1:{width}} of {progress.shards}"
     parts = [
-        "hashing the source" if progress.hashing else what,
+        f"hashing {progress.hashing}" if progress.hashing else what,
         f"{share:4.0%}",
         f"{bytes_text(progress.bytes_done)} at "
         f"{bytes_text(progress.bytes_per_second)}/s",
