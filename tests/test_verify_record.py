@@ -305,6 +305,78 @@ def test_sampling_and_side_files(copy: Path) -> None:
     assert "tiktoken.model cannot be read" in found
 
 
+GENERATIONS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "a plain token": (
+        {"eos_token_id": [5]},
+        "eos_token_id is 5, a token of plain",
+        True,
+    ),
+    "also a plain token": ({"eos_token_id": [575, 5]}, "is 5, a token of plain", True),
+    "of no turn": (
+        {"eos_token_id": 570},
+        r"570, but turns end with .*end_of_msg",
+        True,
+    ),
+    "of another type": ({"eos_token_id": ["[EOS]"]}, "but turns end with", True),
+    "none": ({"eos_token_id": None}, "eos_token_id = None, but turns end with", True),
+    "greedy": (
+        {"do_sample": False},
+        "do_sample = False; the release advises True",
+        False,
+    ),
+    "cold": ({"temperature": 0}, "temperature = 0; the release advises 1.0", False),
+    "of everything": ({"top_p": 1.0}, "top_p = 1.0; the release advises 0.95", False),
+}
+
+
+@pytest.mark.parametrize("case", GENERATIONS)
+def test_what_hosts_are_told_of_generation(copy: Path, source: Path, case: str) -> None:
+    """A fault where generation cannot end; with the source any difference is one."""
+    change, message, is_fault = GENERATIONS[case]
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    report = kimi_k3.verify(copy)
+    assert report.passed is not is_fault
+    found = [finding for finding in report.findings if finding.note is not is_fault]
+    assert re.search(message, "\n".join(finding.what for finding in found))
+    report = kimi_k3.verify(copy, source)
+    told = "\n".join(fault.what for fault in report.faults)
+    key = next(iter(change))
+    assert f"is not what a conversion makes of the source's: {key} is" in told
+
+
+def test_values_of_another_type(copy: Path, source: Path) -> None:
+    """0 is not false and null is not absent; the build's own config shows no difference."""
+
+    def change(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = 0
+        config["foo"] = None
+
+    edit_config(copy, change)
+    told = kimi_k3.verify(copy, source).text()
+    assert "tie_word_embeddings is 0, which should be " in told
+    assert "foo is null, which should be absent" in told
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_key_that_is_named_twice(copy: Path, name: str) -> None:
+    text = (copy / name).read_text()
+    (copy / name).write_text(text.replace("{", '{"eos_token_id": 3,', 1))
+    assert f"{name}: the key 'eos_token_id' is named twice" in faults(copy)
+
+
+def test_what_is_left_over_is_noted(copy: Path) -> None:
+    (copy / "conversion.partial").mkdir()
+    (copy / f".{SHARD}.unfinished").write_bytes(b"x")
+    report = kimi_k3.verify(copy)
+    assert report.passed
+    notes = [finding.what for finding in report.findings]
+    assert notes == [
+        f"{name} is left over from an interrupted conversion; delete it."
+        for name in (f".{SHARD}.unfinished", "conversion.partial")
+    ]
+
+
 def test_less_than_all_is_not_done() -> None:
     assert Check("x", 3, "", 3).done
     assert not Check("x", 2, "things", 3).done

@@ -61,7 +61,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    return copy_folder(whole, tmp_path / "build")
+    """Without hashes of whole shards in its record, which tell of any change."""
+    build = copy_folder(whole, tmp_path / "build")
+
+    def forget(config: dict[str, Any]) -> None:
+        for shard in config[RECORD]["shards"].values():
+            shard.pop("sha256", None)
+
+    edit_config(build, forget)
+    return build
 
 
 def faults(report: VerifyReport) -> str:
@@ -77,7 +85,7 @@ def looked_at(report: VerifyReport) -> dict[str, int]:
 def test_a_clean_build_passes(whole: Path, source: Path) -> None:
     report = kimi_k3.verify(whole, source)
     assert report.passed, report.text()
-    assert [finding for finding in report.findings if not finding.note] == []
+    assert report.findings == ()
     assert looked_at(report) == {
         "files": 7,
         "index": 214,
@@ -87,7 +95,8 @@ def test_a_clean_build_passes(whole: Path, source: Path) -> None:
         "config": 175,
         "shards": 7,
         "layout": 214,
-        "sampling": 3,
+        "sampling": 4,
+        "hashes": 7,
         "source": 3,
         "router": 8,
         "high bank": 28,
@@ -443,6 +452,8 @@ def test_experts_are_drawn(copy: Path, source: Path) -> None:
     counts = {layer: len(e) for layer, e in report.comparison.compared.items()}
     assert counts == {1: 4, 2: 3, 3: 2, 4: 3}
     assert "experts: 12, up to 2 of each bank in a layer" in report.text()
+    says = "what its record says it is as far as it was looked at (2 experts a bank)."
+    assert says in report.text()
     again = kimi_k3.verify(copy, source, experts=2, seed=7).comparison
     assert again == report.comparison
     third = kimi_k3.verify(copy, source, experts=2, seed=8).comparison
@@ -462,6 +473,21 @@ def test_experts_are_drawn(copy: Path, source: Path) -> None:
             kimi_k3.verify(copy, source, experts=wrong)
 
 
+def test_draws_of_nothing_are_refused(
+    copy: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KimiK3Error, match="2 experts of each bank .* but no source"):
+        kimi_k3.verify(copy, experts=2)
+    for seed in (-1, 1.0, True, "1"):
+        with pytest.raises(KimiK3Error, match="seed is .*; wanted a whole number"):
+            kimi_k3.verify(copy, source, experts=2, seed=seed)  # type: ignore
+    assert main(["verify", str(copy), "--experts", "2"]) == 2
+    assert "no source to compare" in capsys.readouterr().err
+    given = ["--source", str(source), "--experts", "2", "--seed", "-1"]
+    assert main(["verify", str(copy), *given]) == 2
+    assert "seed is -1" in capsys.readouterr().err
+
+
 def flip_row(rows: np.ndarray, row: int) -> None:
     rows[row, 0] ^= 1
 
@@ -476,6 +502,51 @@ def test_large_matrices_are_read_in_parts(
     patch(copy, "language_model.lm_head.scales", flip(-1, 1))
     found = faults(kimi_k3.verify(copy, source))
     assert "lm_head.weight (affine 6-bit group 64) has 1 of 576 groups more" in found
+
+
+def test_a_shard_of_the_same_plan_without_its_moments(
+    whole: Path, source: Path, tmp_path: Path
+) -> None:
+    """Names, shapes, size and header are the same; only recorded hashes tell."""
+    weighed = copy_folder(whole, tmp_path / "build")
+    # Another, equally good quantisation: every code of one matrix is the other way round.
+    name = f"{LAYER}2.mlp.switch_mlp.bank_lo.gate_proj"
+    codes = read_tensor(weighed, f"{name}.weight")
+    patch(weighed, f"{name}.weight", lambda _: 255 - codes)
+    scales, biases = (
+        read_tensor(weighed, f"{name}.{part}").view(np.uint16)
+        for part in ("scales", "biases")
+    )
+    found = [
+        mx.array(part).view(mx.bfloat16).astype(mx.float32) for part in (scales, biases)
+    ]
+    top = (found[1] + 3 * found[0]).astype(mx.bfloat16).view(mx.uint16)
+    patch(weighed, f"{name}.biases", lambda _: np.array(top).view(np.uint8))
+    turned = np.array(scales) ^ 0x8000
+    patch(weighed, f"{name}.scales", lambda _: turned.view(np.uint8))
+    for report in (kimi_k3.verify(weighed), kimi_k3.verify(weighed, source)):
+        told = (
+            f"{SHARD} does not have its recorded SHA-256: it is of another conversion"
+        )
+        assert faults(report).startswith(told)
+        assert faults(report).count("\n") == 0
+        assert looked_at(report)["hashes"] == 7
+
+
+def test_builds_without_recorded_hashes(copy: Path, source: Path) -> None:
+    """They pass as far as the check goes that is not there, which is said."""
+    report = kimi_k3.verify(copy)
+    assert report.passed
+    assert "hashes" not in looked_at(report)
+    assert "note: hashes: not recorded" in report.text()
+
+    def one(config: dict[str, Any]) -> None:
+        config[RECORD]["shards"][SHARD]["sha256"] = "0" * 64
+
+    edit_config(copy, one)
+    found = faults(kimi_k3.verify(copy))
+    assert f"{SHARD} does not have its recorded SHA-256" in found
+    assert "no SHA-256 of model-00001-of-000007.safetensors, but one of other" in found
 
 
 def test_damage_where_errors_were_weighed(

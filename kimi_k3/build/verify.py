@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..checkpoint.folder import Folder, read_folder
 from ..checkpoint.values import is_read, value_faults
+from ..conversion.conversion_journal import PARTIAL
 from ..conversion.side_files import GENERATION
 from ..errors import KimiK3Error
 from ..folder_check import check_tensors
@@ -22,16 +23,20 @@ from ..tokenizer.files import (
     read_ranks,
     stated_end_ids,
 )
+from .verify_hashes import check_hashes
 from .verify_record import RecordedBuild, check_record
 from .verify_report import Check, Comparison, Finding, VerifyReport
 from .verify_side_files import check_sampling
 from .verify_source import SourceComparison, open_source
 
-#: Told what is read ("values", "hashes", "source"), how many bytes have been, and of how
-#: many.
+#: Told what is read ("values", "shards", "hashes" of the source, "source"), how many bytes
+#: have been, and of how many.
 Progress = Callable[[str, int, int], None]
 
 ALL = "all"
+
+#: How names of files end that are being written.
+UNFINISHED = ".unfinished"
 
 
 def verify(
@@ -51,12 +56,20 @@ def verify(
         seed: for drawing them.
         progress: is called as values are read, which takes the time on a large build.
 
-    Raises KimiK3Error for ``experts`` that are no number; faults are findings.
+    Raises KimiK3Error for ``experts`` that are no number or that nothing is compared
+    for, and for a ``seed`` that is none; faults are findings.
     """
     if experts != ALL and (type(experts) is not int or experts < 1):
         raise KimiK3Error(
             f"experts is {experts!r}; wanted {ALL!r}, or how many of each bank of a layer "
             "to compare, 1 or more."
+        )
+    if type(seed) is not int or seed < 0:
+        raise KimiK3Error(f"seed is {seed!r}; wanted a whole number, 0 or more.")
+    if source is None and experts != ALL:
+        raise KimiK3Error(
+            f"{experts} experts of each bank were asked for, but no source to compare "
+            "them with. Name the source, or leave the number out."
         )
     started = time.monotonic()
     verification = _Verification(
@@ -171,6 +184,14 @@ class _Verification:
                     note=True,
                 )
             )
+        self.findings += [
+            Finding(
+                f"{path.name} is left over from an interrupted conversion; delete it.",
+                note=True,
+            )
+            for path in sorted(self.path.iterdir())
+            if path.name == PARTIAL or path.name.endswith(UNFINISHED)
+        ]
         self._add("side files", looked, "files beside the shards")
 
     def _record(self, folder: Folder) -> RecordedBuild | None:
@@ -183,6 +204,7 @@ class _Verification:
             return None
         if build is not None:
             self._note(*check_record(build), *check_sampling(self.path))
+            self._note(*check_hashes(build, self._teller("shards")))
         elif self.source is not None:
             self._add("source", 0, "shards")
             self.findings.append(
@@ -221,7 +243,8 @@ class _Verification:
 def _vocabulary_findings(folder: Folder) -> list[Finding]:
     """Token ids must have rows in the embedding, end ids must be token ids."""
     rows = folder.args.text_config.vocab_size
-    ids = len(read_ranks(folder.path / VOCAB_FILE)) + CONTROL_IDS
+    plain = len(read_ranks(folder.path / VOCAB_FILE))
+    ids = plain + CONTROL_IDS
     findings = []
     if ids > rows:
         findings.append(
@@ -230,7 +253,16 @@ def _vocabulary_findings(folder: Folder) -> list[Finding]:
                 f"vocab_size is {rows}; they are of different models."
             )
         )
-    if beyond := sorted(end for end in stated_end_ids(folder.path) if end >= ids):
+    ends = sorted(stated_end_ids(folder.path))
+    if ends and ends[0] < plain:
+        findings.append(
+            Finding(
+                f"eos_token_id is {ends[0]}, a token of plain text: generation would end "
+                "wherever it is written. Take config.json and "
+                f"{GENERATION} from the checkpoint's own repository."
+            )
+        )
+    if beyond := [end for end in ends if end >= ids]:
         findings.append(
             Finding(
                 f"eos_token_id is {beyond[0]}, which is none of the {ids} token ids; "

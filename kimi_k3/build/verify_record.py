@@ -5,17 +5,21 @@ name, shape, type and shard. Shards must be those that were written.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..checkpoint.folder import Folder
+from ..checkpoint.folder import CONFIG, Folder
+from ..checkpoint.shard_index import INDEX
 from ..checkpoint.stored_format import StoredFormat
+from ..checkpoint.unique_keys import unique_keys
 from ..config import ModelArgs
 from ..conversion.build_config import module_formats
 from ..conversion.build_layout import BuildLayout, build_layout
 from ..conversion.provenance import RECORD, Provenance, header_sha256
+from ..conversion.side_files import GENERATION
 from ..errors import ConversionError
 from ..models import Model
 from ..planning.expert_plan import ExpertPlan
@@ -84,6 +88,7 @@ def check_record(build: RecordedBuild) -> Iterator[Check | Finding]:
     config = {k: v for k, v in build.folder.config.items() if k != RECORD}
     yield Check("config", len(list(_leaves(config))), "entries as the plan makes them")
     yield from config_findings(config, build.layout.config)
+    yield from _keys_named_twice(build)
     yield from _shards(build)
     yield from _tensors(build)
 
@@ -92,11 +97,15 @@ def config_findings(
     found: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> Iterator[Finding]:
     """One finding if the config ``found`` is not ``wanted``; the record is left out."""
-    have, want = dict(_leaves(found)), dict(_leaves(wanted))
+    # As JSON, in which 0 is not false, 8 is not 8.0, and null is not nothing.
+    have, want = (
+        {path: _said(leaf) for path, leaf in _leaves(x)} for x in (found, wanted)
+    )
     odd = [path for path in {**have, **want} if have.get(path) != want.get(path)]
     if odd:
         told = [
-            f"{'.'.join(p)} is {_said(have.get(p))}, which should be {_said(want.get(p))}"
+            f"{'.'.join(p)} is {_short(have.get(p))}, which should be "
+            f"{_short(want.get(p))}"
             for p in odd[:SHOWN]
         ]
         more = f" ({len(odd) - SHOWN} more)" if len(odd) > SHOWN else ""
@@ -104,6 +113,18 @@ def config_findings(
             f"config.json is not what its plan makes of the source's: {'; '.join(told)}"
             f"{more}. {_AGAIN}"
         )
+
+
+def _keys_named_twice(build: RecordedBuild) -> Iterator[Finding]:
+    """Which of two values counts depends on who reads the file."""
+    for name in (CONFIG, INDEX, GENERATION):
+        try:
+            text = (build.folder.path / name).read_text("utf-8")
+            json.loads(text, object_pairs_hook=unique_keys)
+        except OSError:
+            continue  # told where it is needed
+        except (ValueError, RecursionError) as error:
+            yield Finding(f"{name}: {error}. {_AGAIN}")
 
 
 def _unplanned(config: Mapping[str, Any], plan: ExpertPlan | None) -> dict[str, Any]:
@@ -129,7 +150,11 @@ def _leaves(
 
 
 def _said(value: Any) -> str:
-    return "absent" if value is None else f"{value!r:.60}"
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _short(said: str | None) -> str:
+    return "absent" if said is None else f"{said:.60}"
 
 
 def _shards(build: RecordedBuild) -> Iterator[Check | Finding]:

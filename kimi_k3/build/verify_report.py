@@ -81,6 +81,15 @@ class Comparison:
     low_bank: tuple[LowExpert, ...] = ()
     classes: tuple[ClassError, ...] = ()
 
+    @property
+    def verdict(self) -> str:
+        """What a comparison without a fault proves of a build."""
+        says = "what its record says it is"
+        if self.experts == "all":
+            return says
+        some = "expert" if self.experts == 1 else "experts"
+        return f"{says} as far as it was looked at ({self.experts} {some} a bank)"
+
     def text(self) -> list[str]:
         """Lines for a reader."""
         count = sum(len(experts) for experts in self.compared.values())
@@ -145,7 +154,7 @@ class VerifyReport:
         if self.passed:
             verdict = "This build is whole."
             if self.comparison is not None:
-                verdict = "This build is whole, and what its record says it is."
+                verdict = f"This build is whole, and {self.comparison.verdict}."
         elif count:
             verdict = f"This build has {count} fault{'s' if count > 1 else ''}."
         else:
