@@ -16,11 +16,14 @@ EPILOG = """\
 examples:
   kimi-k3 demo                                   see a small trained K3 generate
   kimi-k3 doctor                                 is this machine ready?
-  kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
   kimi-k3 calibrate ./Kimi-K3 --samples mix.toml --out ./calibration
                                                  which experts matter, for which text?
+  kimi-k3 damage ./Kimi-K3 ./calibration         what does each cut cost? (hours)
   kimi-k3 plan ./calibration --memory 450 --out plan.json
                                                  which of them stay, at which width?
+  kimi-k3 convert ./Kimi-K3 ./Kimi-K3-build --plan plan.json --moments ./calibration
+                                                 make that build
+  kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
   mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"
                                                  stock commands simply work
 

@@ -1,5 +1,6 @@
 """What a conversion will take is what it takes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kimi_k3 import convert
 from kimi_k3.build.layer_reader import LayerReader
 from kimi_k3.checkpoint.folder import read_config
 from kimi_k3.checkpoint.source_layout import full_size_config
-from kimi_k3.conversion.conversion_cost import conversion_cost
+from kimi_k3.conversion.conversion_cost import QUANTISING_SPEEDS, conversion_cost
 from kimi_k3.conversion.convert_checks import SPARE_BYTES
 from kimi_k3.conversion.shard_writer import ShardWriter
 from kimi_k3.errors import ConversionError, PlanError
@@ -88,7 +89,21 @@ def test_hours():
     wanted = (graded.read + graded.written) / 1e9 + graded.quantised / 1e3
     assert graded.estimates[0].hours["one"] == pytest.approx(wanted / 3600)
     assert "with one" in graded.text()
+    assert f"{graded.quantised / 1e9:.2f} billion" in graded.text()
+    assert "an assumption" in graded.text()
     assert "with one" not in cost.text()
+    assert "an assumption" not in cost.text()
+
+
+def test_the_speed_of_a_core_is_what_was_measured():
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "quantizer.json"
+    timed = json.loads(results.read_text())["matrices"]["normal, MXFP4"]
+    speeds = [
+        3072 * 3584 / case["seconds"]
+        for by_bits in timed.values()
+        for case in by_bits.values()
+    ]
+    assert min(speeds) < QUANTISING_SPEEDS["one CPU core"] < max(speeds)
 
 
 def test_full_size_figures():

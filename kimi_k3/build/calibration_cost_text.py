@@ -8,6 +8,8 @@ from .calibration_cost import CalibrationCost, Estimate
 _LARGE = 10_000_000_000
 
 _ASSUMED = """\
+--memory-limit bounds the hidden states held alone, not the peak: two layers and what a
+step computes with come on top.
 Hours assume sustained speeds, decimal units, and files that no cache holds. A layer is
 read while the one before computes, so the slower of the two counts; hidden states share
 the disk. What activations take is that of MLX's plain operations; fused ones need less.

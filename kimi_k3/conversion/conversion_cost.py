@@ -23,9 +23,10 @@ from .shard_writer import shard_size
 #: Bytes a second, sustained: a slow outer disk, a network share, inner disks.
 DISK_SPEEDS = (0.5e9, 1e9, 3e9, 6e9)
 
-#: Weights a second that the quantiser works through; assumed, but for the order of
-#: magnitude of the first, which two cores of a server reach.
-QUANTISING_SPEEDS = {"a CPU": 2e6, "an Apple GPU": 200e6}
+#: Weights a second that the quantiser works through. The first is what a server's core
+#: reaches (benchmarks/results/quantizer.json: 4 to 8 million by width); MLX computes on
+#: one core, however many there are. The second is assumed.
+QUANTISING_SPEEDS = {"one CPU core": 6e6, "an Apple GPU": 200e6}
 
 #: Weights that the quantiser works on at once, and bytes of each meanwhile; the GPU's.
 _CHUNK, _CHUNK_BYTES = 1 << 24, 64

@@ -8,7 +8,11 @@ _LARGE = 10_000_000_000
 _ASSUMED = """\
 Hours assume that one disk is read and written by turns at its sustained speed, decimal
 units, and files that no cache holds. A file system that shares blocks between files is
-faster. How fast weights are quantised is an assumption."""
+faster."""
+
+_QUANTISING = """\
+Without a GPU one core quantises, however many there are, at a speed that was measured.
+How fast an Apple GPU does it is an assumption."""
 
 
 def cost_text(cost: ConversionCost) -> str:
@@ -29,7 +33,7 @@ def cost_text(cost: ConversionCost) -> str:
         line("written", cost.written)
         + f" ({cost.written:,} bytes, {cost.shards} shards)",
         line("free disk needed", cost.free_disk),
-        f"{'weights quantised again':44}{cost.quantised / 1e9:12,.2f} thousand million",
+        f"{'weights quantised again':44}{cost.quantised / 1e9:12,.2f} billion",
         "",
         line("peak memory", cost.peak_memory),
         *(line(f"  {part}", nbytes) for part, nbytes in cost.memory.items()),
@@ -37,6 +41,7 @@ def cost_text(cost: ConversionCost) -> str:
         *_hours(cost),
         "",
         _ASSUMED,
+        *([_QUANTISING] if cost.quantised else []),
     ]
     return "\n".join(lines)
 

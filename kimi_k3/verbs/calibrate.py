@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit",
         type=float,
         metavar="GB",
-        help="hidden states to hold in memory; the others are read from FOLDER "
-        "(default: a quarter of this machine's memory)",
+        help="hidden states to hold in memory; the others are read from FOLDER. Two "
+        "layers and a step's activations come on top (default: a quarter of this "
+        "machine's memory)",
     )
     parser.add_argument(
         "--restart",
