@@ -173,7 +173,8 @@ class Damage:
         if low_bits not in widths:
             raise PlanError(
                 f"a low bank of {low_bits} bits was not measured; there are "
-                f"{', '.join(map(str, widths))}. {_MEASURE}"
+                f"{', '.join(map(str, widths))}. Run `kimi-k3 damage` with --low-bits "
+                f"{' '.join(map(str, sorted({*widths, low_bits})))} and --restart."
             )
         if len(set(table.experts.tolist())) > 1:
             raise PlanError(
