@@ -16,6 +16,7 @@ from tiny_k3 import TEXT_SIZES, WIDE_EXPERTS, write_t1, write_t2
 
 from kimi_k3 import convert
 from kimi_k3.build.calibrate import calibrate
+from kimi_k3.build.input_moments import LayerMoments
 from kimi_k3.conversion import convert_checks, source_files
 from kimi_k3.conversion.file_hashes import FileHashes
 from kimi_k3.errors import (
@@ -221,15 +222,55 @@ def test_moments_that_are_not_there(
     mine = Path(shutil.copytree(calibration, tmp_path / "calibration"))
     (mine / "moments" / "layer-002.npz").unlink()
     refused(source, out, r"layer-002\.npz cannot be read", PLAN, moments=mine)
-    damaged = mine / "moments" / "layer-001.npz"
-    content = damaged.read_bytes()
-    shutil.copy(calibration / "moments" / "layer-002.npz", mine / "moments")
-    damaged.write_bytes(content[:-9])
-    with pytest.raises(KimiK3Error, match=r"layer-001\.npz is damaged"):
-        convert(source, out, PLAN, moments=mine)
     shutil.rmtree(mine / "moments")
-    shutil.rmtree(out, ignore_errors=True)
     refused(source, out, "made with `--moments off`", PLAN, moments=mine)
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-9]
+
+
+def flip(content: bytes) -> bytes:
+    at = len(content) // 2
+    return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_moments_that_are_damaged_are_found_first(
+    source: Path,
+    out: Path,
+    calibration: Path,
+    damage: Callable[[bytes], bytes],
+    tmp_path: Path,
+):
+    """Not when the last layer is reached, after hours."""
+    mine = Path(shutil.copytree(calibration, tmp_path / "calibration"))
+    last = mine / "moments" / "layer-002.npz"
+    last.write_bytes(damage(last.read_bytes()))
+    refused(source, out, r"layer-002\.npz is damaged", PLAN, moments=mine)
+
+
+def test_moments_of_another_layer(
+    source: Path, out: Path, calibration: Path, tmp_path: Path
+):
+    mine = Path(shutil.copytree(calibration, tmp_path / "calibration"))
+    folder = mine / "moments"
+    shutil.copy(folder / "layer-001.npz", folder / "layer-002.npz")
+    told = r"layer-002\.npz and layer-001\.npz hold the same"
+    refused(source, out, told, PLAN, moments=mine)
+    shutil.copy(folder / "layer-000.npz", folder / "layer-002.npz")
+    refused(source, out, r"layer-002\.npz: no moments of mlp", PLAN, moments=mine)
+
+    path = calibration / "moments" / "layer-002.npz"
+    moments = LayerMoments.load(path)
+    assert moments.down is not None
+    replace(moments, down=moments.down[:-1]).save(folder / "layer-002.npz")
+    told = (
+        r"layer-002\.npz: the moments of .*bank_lo\.down_proj are of shape \(15, 64\)"
+    )
+    refused(source, out, told, PLAN, moments=mine)
+    shutil.copy(path, folder)
+    convert(source, out, PLAN, moments=mine)
 
 
 def test_moments_that_nothing_needs(source: Path, out: Path, calibration: Path):
@@ -278,6 +319,70 @@ def test_room_on_the_disk(source: Path, out: Path, monkeypatch: pytest.MonkeyPat
     convert(source, out)
 
 
+SIDE_FILES = {
+    "generation_config.json": ("[]", "generation_config.json holds no JSON object"),
+    "tiktoken.model": (None, "tiktoken.model cannot be read"),
+    "tokenizer_config.json": ("{", "tokenizer_config.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_files_beside_the_shards_are_read_first(source: Path, out: Path, name: str):
+    """B41: not when all shards are written, and never left out in silence."""
+    content, message = SIDE_FILES[name]
+    (source / name).unlink()
+    if content is not None:
+        (source / name).write_text(content)
+    refused(source, out, message)
+
+
+def test_a_source_that_names_no_end_of_a_turn(source: Path, out: Path):
+    for name in ("generation_config.json", "tiktoken.model", "tokenizer_config.json"):
+        (source / name).unlink()
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    for block in (config, config["text_config"]):
+        block.pop("eos_token_id", None)
+    path.write_text(json.dumps(config))
+    refused(source, out, "says nowhere which ids end a turn")
+
+
+def test_what_is_left_out_is_told(source: Path, out: Path):
+    (source / "secrets.json").write_text("{}")
+    (source / "README.md").touch()
+    said: list[str] = []
+    convert(source, out, tell=said.append)
+    assert said == ["left out of the build: README.md, secrets.json."]
+    assert not (out / "secrets.json").exists()
+
+
+def test_targets_and_sources_that_no_path_can_name(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    for mine, target, message in (
+        ("", out, "source is ''; wanted the path of a folder"),
+        (source, "", "out is ''; wanted the path of a folder"),
+        (None, out, "source is None; wanted"),
+        (source, tmp_path / ("x" * 300), "out: .* cannot be looked at: File name too"),
+        ("x" * 300, out, "source: x+ cannot be looked at: File name too long"),
+        (source, f"{tmp_path}/a\0b", "out is .*: no path can hold that"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            convert(mine, target)  # type: ignore[arg-type]
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConversionError, match="is a link to .*nowhere, which is not"):
+        convert(source, link)
+    with pytest.raises(PlanError, match="the plan is a dict; wanted an ExpertPlan"):
+        convert(source, out, {"a": 1})  # type: ignore[arg-type]
+    assert not out.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
+def test_a_target_in_a_file_system_that_takes_none(source: Path):
+    with pytest.raises(ConversionError, match="/proc/x cannot be written: No such"):
+        convert(source, "/proc/x")
+
+
 def test_a_target_that_cannot_be_made(source: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConversionError, match="cannot be written: Not a directory"):
@@ -297,6 +402,51 @@ def test_scales_that_are_no_numbers(source: Path, out: Path):
         ):
             convert(source, out, plan)
         assert not (out / "config.json").exists()
+
+
+QKV = "language_model.model.layers.2.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("bits", [{}, {"kda.qkv_proj": 4}], ids=["fused", "quantised"])
+def test_values_that_are_none_are_named(
+    source: Path, out: Path, value: float, bits: dict[str, int]
+):
+    """The source's tensor, its layer and its file, where values are put anew."""
+
+    def damage(tensors: dict[str, mx.array]) -> None:
+        tensors[QKV][3, 5] = value
+
+    rewrite(source, damage)
+    last = sorted(source.glob("*.safetensors"))[-1].name
+    with pytest.raises(CheckpointError, match=f"{last}: {QKV} holds NaN or infinity"):
+        convert(source, out, replace(PLAN, bits=bits))
+    assert not (out / "config.json").exists()
+
+
+def test_values_that_no_scale_fits_are_named(source: Path, out: Path):
+    def damage(tensors: dict[str, mx.array]) -> None:
+        tensors[QKV][3, 5] = 2.0**125
+
+    rewrite(source, damage)
+    told = "layers.2.self_attn.qkv_proj cannot be quantised: the weights hold"
+    with pytest.raises(ConversionError, match=told):
+        convert(source, out, replace(PLAN, bits={"kda.qkv_proj": 4}))
+
+
+def test_a_repaired_source_begins_anew(source: Path, out: Path):
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, out, progress=stop)
+    change_config(source, rms_norm_eps=1e-6)
+    told = (
+        "source's fingerprint was '[0-9a-f]{12}' and is .*exchanged since: nothing of it "
+        "can be kept. Delete the folder"
+    )
+    with pytest.raises(ConversionError, match=told):
+        convert(source, out, resume=True)
 
 
 def test_a_shard_that_becomes_shorter(source: Path, out: Path):
