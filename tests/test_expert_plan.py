@@ -109,6 +109,8 @@ def test_the_digest_is_of_what_a_plan_does():
         (lambda c: c["layers"].update({"9" * 5000: {}}), "no whole plan: ValueError"),
         (lambda c: c["layers"].update({"3": [1]}), "layer 3 has the key 1"),
         (lambda c: c["layers"].update({"3": 1}), "no whole plan: TypeError"),
+        (lambda c: c.update(source=[]), "no whole plan: AttributeError"),
+        (lambda c: c.update(about=[]), "no whole plan: AttributeError"),
         (lambda c: c.update(groups=0), "groups is 0; wanted a count, 1 or more"),
         (lambda c: c.update(groups=-8), "groups is -8; wanted a count"),
         (lambda c: c.update(groups=3), "3 router groups do not divide 8 experts"),

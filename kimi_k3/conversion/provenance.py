@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ..checkpoint.headers import LONGEST_HEADER
 from ..errors import ConversionError, PlanError
-from ..planning.expert_plan import ExpertPlan
+from ..planning.expert_plan import ExpertPlan, layer_number
 
 #: The key of ``config.json``.
 RECORD = "conversion"
@@ -111,7 +111,8 @@ class Provenance:
         moments: digest of the recorded input moments that weighed quantisation errors;
             None if errors were not weighed.
 
-    Raises ConversionError where plan and kept experts contradict each other.
+    Raises ConversionError for values that no conversion writes, and where plan, kept
+    experts and source contradict each other.
     """
 
     tool: Mapping[str, str]
@@ -126,8 +127,31 @@ class Provenance:
         for name in ("kept", "source", "shards"):
             if not getattr(self, name):
                 raise ConversionError(f"{_BEGINS} names no {name}. {_REMEDY}")
+        if not self.tool or not all(map(_is_text, [*self.tool, *self.tool.values()])):
+            raise ConversionError(
+                f"{_BEGINS} has tool = {self.tool!r:.80}; wanted versions by name. "
+                f"{_REMEDY}"
+            )
+        if not _is_text(self.fingerprint):
+            raise ConversionError(
+                f"{_BEGINS} has {self.fingerprint!r:.80} for the source's fingerprint; "
+                f"wanted text. {_REMEDY}"
+            )
+        if self.moments is not None and not (
+            _is_text(self.moments) and _SHA256.fullmatch(self.moments)
+        ):
+            raise ConversionError(
+                f"{_BEGINS} has moments = {self.moments!r:.80}; wanted 64 hexadecimal "
+                f"digits, or null where errors were not weighed. {_REMEDY}"
+            )
         if self.plan is None:
             return
+        planned_for = self.plan.source.get("fingerprint")
+        if planned_for not in (None, self.fingerprint):
+            raise ConversionError(
+                f"{_BEGINS}: its plan is for the source {planned_for!r:.80}, but it is of "
+                f"{self.fingerprint!r:.80}. {_REMEDY}"
+            )
         for layer in sorted(self.plan.layers.keys() | self.kept.keys()):
             planned, kept = self.plan.order(layer), self.kept.get(layer, ())
             if planned != kept:
@@ -157,21 +181,22 @@ class Provenance:
         """Read what :meth:`to_dict` gives; raises ConversionError naming what is wrong."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ConversionError(f"{_BEGINS} is not that of {KIND}. {_REMEDY}")
-        if content.get("version") != VERSION:
+        version = content.get("version")
+        if type(version) is not int or version != VERSION:
             raise ConversionError(
-                f"{_BEGINS} is of format version {content.get('version')}; this version "
+                f"{_BEGINS} is of format version {version!r:.60}; this version "
                 f"of kimi-k3-mlx reads version {VERSION}. {_REMEDY}"
             )
         try:
             plan, source = content["plan"], content["source"]
             return cls(
-                tool={str(k): str(v) for k, v in content["tool"].items()},
+                tool=dict(content["tool"].items()),
                 plan=None if plan is None else ExpertPlan.from_dict(plan),
                 kept={
-                    int(layer): tuple(_number(expert) for expert in kept)
+                    layer_number(layer): tuple(_number(expert) for expert in kept)
                     for layer, kept in content["kept"].items()
                 },
-                fingerprint=str(source["fingerprint"]),
+                fingerprint=source["fingerprint"],
                 source=_shards(source["shards"]),
                 shards=_shards(content["shards"]),
                 moments=content["moments"],
@@ -230,6 +255,10 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 def _shards(content: Mapping[str, Any]) -> dict[str, ShardRecord]:
     return {str(n): ShardRecord.from_dict(shard) for n, shard in content.items()}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _number(value: Any) -> int:

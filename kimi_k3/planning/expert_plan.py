@@ -200,7 +200,7 @@ class ExpertPlan:
         _refuse_unknown(content, _KEYS, "it")
         try:
             layers = {
-                _whole(layer): _layer_plan(layer, plan)
+                layer_number(layer): _layer_plan(layer, plan)
                 for layer, plan in content["layers"].items()
             }
             return cls(
@@ -209,8 +209,8 @@ class ExpertPlan:
                 groups=_number(content["groups"]),
                 low_bits=_number(content["low_bits"]),
                 bits={str(k): _number(v) for k, v in content["bits"].items()},
-                source=dict(content["source"]),
-                about=dict(content["about"]),
+                source=dict(content["source"].items()),
+                about=dict(content["about"].items()),
                 layers=layers,
             )
         except PlanError:
@@ -319,8 +319,11 @@ def _number(value: Any) -> int:
     return value
 
 
-def _whole(text: str) -> int:
-    # One way to write a number, or two keys could name one layer.
+def layer_number(text: str) -> int:
+    """The layer that a key of a JSON object names; raises ValueError if it is none.
+
+    There is one way to write it, or two keys could name one layer.
+    """
     if not (text.isascii() and text.isdecimal()) or str(int(text)) != text:
         raise ValueError(f"{text!r:.60} is no layer")
     return int(text)
