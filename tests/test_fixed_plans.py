@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from plans import wide_config, wide_table
 from saliency_tables import small_table, with_changed
 
 from kimi_k3.errors import PlanError, SaliencyError
+from kimi_k3.planning.damage import Damage
 from kimi_k3.planning.expert_plan import HIGH, ExpertPlan
 from kimi_k3.planning.fixed_plans import (
     all_classes,
@@ -47,6 +49,32 @@ def test_uniform_keeps_the_best_of_each_layer() -> None:
     assert plan.about["saliency"] == TABLE.digest
     assert (plan.about["kind"], plan.about["keep"]) == ("uniform", 6)
     assert ExpertPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_damage_ranks_in_place_of_a_criterion() -> None:
+    """As it is: layers whose loss costs more keep more, which shares would not see."""
+    of_table = Damage.of_criterion(TABLE, "reap_sum", None, SIZES)
+    scale = np.array([[1.0], [1.0], [1.0], [100.0]])
+    reverse = of_table.drop.max() - of_table.drop + 1e-3
+    damage = replace(of_table, drop=reverse * scale, low=reverse * 0, measured=True)
+    for plan in (
+        uniform_plan(TABLE, keep=6, damage=damage),
+        graded_plan(TABLE, high=2, low=4, damage=damage),
+    ):
+        for layer in LAYERS:
+            worst = sorted(best(layer), key=lambda e: -best(layer).index(e))
+            assert set(plan.order(layer)) == set(worst[:6])
+    plan = global_plan(TABLE, keep=7, damage=damage)
+    assert len(plan.order(LAYERS[3])) >= 15  # by shares: half as many
+    for at, layer in enumerate(LAYERS):
+        kept = plan.order(layer)
+        lost = [e for e in range(16) if e not in kept]
+        row = damage.drop[at]
+        assert not lost or row[list(kept)].min() >= row[lost].max()
+    assert plan.about["measured"] is True
+    other = replace(damage, layers=damage.layers + 1)
+    with pytest.raises(PlanError, match="the plan is for 4 layers of 16 experts"):
+        uniform_plan(TABLE, keep=6, damage=other)
 
 
 def test_global_keeps_the_best_shares_of_all_layers() -> None:

@@ -20,8 +20,7 @@ from kimi_k3.planning.expert_plan import HIGH, ExpertPlan, LayerPlan
 from kimi_k3.planning.fixed_plans import all_classes, graded_plan
 from kimi_k3.planning.plan_report import LayerFigures, PlanReport, plan_report
 from kimi_k3.planning.plan_sizes import SourceSizes
-from kimi_k3.planning.plan_text import BAR, DROPPED, LOW, bar
-from kimi_k3.planning.plan_text import HIGH as FULL
+from kimi_k3.planning.plan_text import BAR, DOT, FULL, SHADED, bar
 
 WEIGHTS = {"code": 3, "python": 1}
 
@@ -319,12 +318,12 @@ def test_assumed_saliency_is_called_so(
     ("counts", "drawn"),
     [
         ((896, 0, 0), FULL * 32),
-        ((0, 896, 0), LOW * 32),
-        ((224, 224, 448), FULL * 8 + LOW * 8 + DROPPED * 16),
-        ((1, 0, 895), FULL + DROPPED * 31),
-        ((1, 1, 894), FULL + LOW + DROPPED * 30),
-        ((894, 1, 1), FULL * 30 + LOW + DROPPED),
-        ((2, 0, 2), FULL * 16 + DROPPED * 16),
+        ((0, 896, 0), SHADED * 32),
+        ((224, 224, 448), FULL * 8 + SHADED * 8 + DOT * 16),
+        ((1, 0, 895), FULL + DOT * 31),
+        ((1, 1, 894), FULL + SHADED + DOT * 30),
+        ((894, 1, 1), FULL * 30 + SHADED + DOT),
+        ((2, 0, 2), FULL * 16 + DOT * 16),
     ],
 )
 def test_bars(counts: tuple[int, int, int], drawn: str) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .plan_report import LayerFigures, PlanReport
 
 #: What a layer's bar is drawn with: experts as they are, at the low width, dropped.
-HIGH, LOW, DROPPED = "█", "▒", "·"
+FULL, SHADED, DOT = "█", "▒", "·"
 BAR = 32
 
 #: The criterion of a plan that no score of a calibration made.
@@ -74,15 +74,13 @@ def bar(layer: "LayerFigures", width: int = BAR) -> str:
         upto = round(spare * passed / total)
         cells.append(upto - drawn + (count > 0))
         drawn = upto
-    return "".join(
-        mark * n for mark, n in zip((HIGH, LOW, DROPPED), cells, strict=True)
-    )
+    return "".join(mark * n for mark, n in zip((FULL, SHADED, DOT), cells, strict=True))
 
 
 def _layers(report: "PlanReport") -> list[str]:
     lines = [
         f"layer  high   low  dropped  saliency kept  "
-        f"{HIGH} mxfp4  {LOW} {report.low_bits} bits  {DROPPED} dropped"
+        f"{FULL} mxfp4  {SHADED} {report.low_bits} bits  {DOT} dropped"
     ]
     runs: list[tuple[int, int, str]] = []  # first layer, last, what both say
     for each in report.layers:
