@@ -372,8 +372,12 @@ def test_targets_and_sources_that_no_path_can_name(source: Path, tmp_path: Path)
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConversionError, match="is a link to .*nowhere, which is not"):
         convert(source, link)
-    with pytest.raises(PlanError, match="the plan is a dict; wanted an ExpertPlan"):
+    with pytest.raises(PlanError, match="the plan is .*'a': 1.*; wanted an Exp"):
         convert(source, out, {"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="the plan is ''; wanted an ExpertPlan"):
+        convert(source, out, "")
+    with pytest.raises(ConversionError, match="moments is ''; wanted the path"):
+        convert(source, out, moments="")
     assert not out.exists()
 
 

@@ -67,7 +67,7 @@ def convert(
     then: PlanError, ConversionError, or of a damaged source CheckpointError.
     """
     tell = tell or (lambda text: None)
-    check_folders(source=source, out=out)
+    check_folders(source=source, out=out, moments=moments)
     plan = read_plan(plan)
     source, out = Path(source), Path(out)
     check_target(source, out)

@@ -16,12 +16,14 @@ from .source_files import SourceFiles
 #: Room for headers of the file system, index and side files.
 SPARE_BYTES = 64_000_000
 
-_FINGERPRINT = "fingerprint"
+_FINGERPRINT, _OPTIONAL = "fingerprint", ("moments",)
 
 
 def check_folders(**folders: Any) -> None:
-    """Raise ConversionError unless every value can be the path of a folder."""
+    """Raise ConversionError unless every value but None can be the path of a folder."""
     for what, value in folders.items():
+        if value is None and what in _OPTIONAL:
+            continue
         if not isinstance(value, str | os.PathLike) or not str(value):
             raise ConversionError(f"{what} is {value!r}; wanted the path of a folder.")
         try:
@@ -44,12 +46,12 @@ def check_folders(**folders: Any) -> None:
 
 def read_plan(plan: ExpertPlan | str | Path | None) -> ExpertPlan | None:
     """The plan, or what its file holds; raises PlanError for anything else."""
-    if isinstance(plan, str | Path):
+    if isinstance(plan, str | Path) and str(plan):
         return ExpertPlan.load(plan)
     if plan is not None and not isinstance(plan, ExpertPlan):
         raise PlanError(
-            f"the plan is a {type(plan).__name__}; wanted an ExpertPlan or the path of "
-            "its file, as `kimi-k3 plan` writes it."
+            f"the plan is {str(plan)[:80]!r}; wanted an ExpertPlan or the path of its "
+            "file, as `kimi-k3 plan` writes it."
         )
     return plan
 
