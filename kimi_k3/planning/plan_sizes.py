@@ -114,7 +114,9 @@ class SourceSizes:
     ) -> tuple[float, float]:
         """The part of :meth:`bytes_per_token` that is matrices of routed experts.
 
-        Those of the high bank, then those of the low.
+        Those of the high bank, then those of the low. A sum of expected choices: where a
+        bank has fewer experts than a token picks, frequencies may count them as chosen
+        more often than once, which no router does.
         """
         sizes = [size - self.router_bytes for size in self._expert_pair(plan)]
         picked = np.zeros(2)
