@@ -18,6 +18,7 @@ from kimi_k3.errors import ConfigError, PlanError
 from kimi_k3.planning.damage_table import DamageTable
 from kimi_k3.planning.expert_plan import LOW_BITS, ExpertPlan
 from kimi_k3.planning.matrix_classes import CLASS_BITS
+from kimi_k3.planning.plan_request import PlanRequest
 from kimi_k3.planning.plan_sizes import SourceSizes
 
 #: A size that fits each kind: the whole checkpoint has 1.3 MB.
@@ -451,3 +452,30 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for example in ("--memory 450 --out plan.json", "--dry-run", "kimi-k3 convert"):
         assert example in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("budget", {"memory": "2"}),
+        ("budget", {"memory": True}),
+        ("budget", {"memory": float("nan")}),
+        ("budget", {"memory": 1e300}),
+        ("budget", {"memory": 400_000, "least": 4.5}),
+        ("graded", {"high": 1.5, "low": 8}),
+        ("uniform", {"keep": "8"}),
+    ],
+)
+def test_what_is_no_number_is_named(kind: str, option: dict[str, Any]) -> None:
+    name = next(n for n, v in option.items() if not isinstance(v, int) or v is True)
+    with pytest.raises(PlanError, match=f"{name} is .*; wanted a"):
+        PlanRequest(kind=kind, **option)
+
+
+def test_sizes_may_be_written_as_powers_of_ten() -> None:
+    assert PlanRequest(memory=450e9).memory == 450_000_000_000  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(PlanError, match="no option is called 'memroy'"):
+        kimi_k3.plan(wide_table(), wide_config(), memroy=1)

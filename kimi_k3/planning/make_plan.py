@@ -69,6 +69,11 @@ def plan(
     Raises PlanError for what cannot be asked, planned or run, SaliencyError for a table
     that is damaged or lacks a corpus that has a weight.
     """
+    if unknown := sorted(set(options) - {each.name for each in fields(PlanRequest)}):
+        raise PlanError(
+            f"no option is called {unknown[0]!r}; help(kimi_k3.planning.plan_request) "
+            "lists them."
+        )
     request = PlanRequest(kind=kind, **options)
     table, folder = saliency, None
     if not isinstance(table, SaliencyTable):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..build.saliency import CRITERIA
 from ..errors import PlanError
@@ -25,6 +26,12 @@ _SCALES = {
     "graded": ("high", "low", "memory"),
     "budget": ("memory", "bytes_per_token"),
 }
+
+#: What can only be whole.
+_COUNTS = ("high", "low", "least")
+
+#: More bytes, or experts, than anybody has.
+_LARGEST = 1e18
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,23 @@ class PlanRequest:
             )
         if name in ("low_bits", "allowed_bits"):
             return
+        value = self._number(name, value)
         if not 0 <= value < float("inf") or (
             value == 0 and name not in ("high", "low")
         ):
             raise PlanError(f"{self._named(name)} is {value}; wanted more than 0.")
+
+    def _number(self, name: str, value: Any) -> float:
+        """``value`` as a number; sizes like 450e9, and counts, become whole."""
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        finite = numeric and -_LARGEST < value < _LARGEST
+        if not finite or (name in _COUNTS and value != int(value)):
+            kind = "a whole number" if name in _COUNTS else "a number"
+            raise PlanError(f"{self._named(name)} is {value!r}; wanted {kind}.")
+        if name != "keep":
+            object.__setattr__(self, name, int(value))
+            return int(value)
+        return value
 
     def _check_scale(self) -> None:
         scales = _SCALES[self.kind]
