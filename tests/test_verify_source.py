@@ -412,6 +412,8 @@ def test_a_recorded_hash_that_is_right(copy: Path, source: Path) -> None:
     told: list[tuple[str, int, int]] = []
     report = kimi_k3.verify(copy, source, progress=lambda *step: told.append(step))
     assert report.passed
+    # The copy has no hashes of its own shards, so none of these are read through.
+    assert {what for what, _, _ in told} == {"values", "hashes", "source"}
     size = (source / shard).stat().st_size
     assert ("hashes", size, size) in told
     totals = {total for what, _, total in told if what == "source"}
@@ -524,6 +526,10 @@ def test_a_shard_of_the_same_plan_without_its_moments(
     patch(weighed, f"{name}.biases", lambda _: np.array(top).view(np.uint8))
     turned = np.array(scales) ^ 0x8000
     patch(weighed, f"{name}.scales", lambda _: turned.view(np.uint8))
+    steps: list[tuple[str, int, int]] = []
+    kimi_k3.verify(weighed, progress=lambda *step: steps.append(step))
+    nbytes = sum(path.stat().st_size for path in weighed.glob("*.safetensors"))
+    assert steps[-1] == ("shards", nbytes, nbytes)
     for report in (kimi_k3.verify(weighed), kimi_k3.verify(weighed, source)):
         told = (
             f"{SHARD} does not have its recorded SHA-256: it is of another conversion"

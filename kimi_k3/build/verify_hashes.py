@@ -58,4 +58,7 @@ def _hashes(
 ) -> dict[str, str]:
     paths = [build.folder.headers[name].path for name in names]
     with FileHashes(paths, hashing_threads()) as hashes:
-        return hashes.take(wait=lambda: tell(hashes.nbytes, hashes.nbytes_all))
+        found = hashes.take(wait=lambda: tell(hashes.nbytes, hashes.nbytes_all))
+        if found:
+            tell(hashes.nbytes, hashes.nbytes_all)
+    return found
