@@ -1,7 +1,7 @@
 """``kimi_k3.plan``: from a calibration to an ExpertPlan, and what it keeps and costs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
