@@ -474,8 +474,3 @@ def test_what_is_no_number_is_named(kind: str, option: dict[str, Any]) -> None:
 
 def test_sizes_may_be_written_as_powers_of_ten() -> None:
     assert PlanRequest(memory=450e9).memory == 450_000_000_000  # type: ignore[arg-type]
-
-
-def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(PlanError, match="no option is called 'memroy'"):
-        kimi_k3.plan(wide_table(), wide_config(), memroy=1)

@@ -1,7 +1,7 @@
 """``kimi_k3.plan``: from a calibration to an ExpertPlan, and what it keeps and costs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,6 @@ def plan(
     Raises PlanError for what cannot be asked, planned or run, SaliencyError for a table
     that is damaged or lacks a corpus that has a weight.
     """
-    if unknown := sorted(set(options) - {each.name for each in fields(PlanRequest)}):
-        raise PlanError(
-            f"no option is called {unknown[0]!r}; help(kimi_k3.planning.plan_request) "
-            "lists them."
-        )
     request = PlanRequest(kind=kind, **options)
     table, folder = saliency, None
     if not isinstance(table, SaliencyTable):
