@@ -19,6 +19,7 @@ from tiny_k3 import TEXT_SIZES
 from kimi_k3 import convert
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.build.input_moments import LayerMoments
+from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.build.verify import verify
 from kimi_k3.checkpoint.folder import read_config
 from kimi_k3.checkpoint.headers import read_header
@@ -26,6 +27,7 @@ from kimi_k3.checkpoint.source_layout import SourceTensor, source_tensors
 from kimi_k3.config import ModelArgs
 from kimi_k3.conversion.build_layout import build_layout
 from kimi_k3.conversion.convert_shard import ShardMaker
+from kimi_k3.conversion.importance import Importance
 from kimi_k3.conversion.provenance import RECORD, Provenance, ShardRecord
 from kimi_k3.conversion.quantizer import quantize
 from kimi_k3.errors import ConversionError
@@ -310,6 +312,18 @@ def test_low_bank_and_classes_are_quantised(
     weight = mx.array(table).view(mx.bfloat16)
     wanted = quantize(weight, bits=5, group_size=64)
     assert same(build, "language_model.model.embed_tokens", None, wanted)
+
+
+def test_moments_that_heads_share(calibration: Path):
+    """``unembed_out`` has a matrix a head, and all read the same: one row for all."""
+    module = "language_model.model.layers.3.self_attn.unembed_out"
+    found = LayerMoments.load(calibration / "moments" / "layer-003.npz")
+    inputs = found.of("self_attn.unembed_out").shape[-1]
+    fingerprint = SaliencyTable.load(calibration / "saliency.npz").source["fingerprint"]
+    importance = Importance(calibration, fingerprint, [module])
+    importance.check({module: (4, inputs)})
+    with pytest.raises(ConversionError, match=r"but it wants \(4, 17\)"):
+        importance.check({module: (4, 17)})
 
 
 def test_moments_matter(source: Path, graded: Path, calibration: Path, tmp_path: Path):

@@ -80,7 +80,9 @@ class Importance:
             raise ConversionError(f"{named} {_REMEDY}") from error
         # The experts' are of all corpora together; a row a corpus for the others.
         shape = found.shape if _EXPERTS in module else found.shape[1:]
-        if shape != wanted:
+        # Heads may all read the same, as unembed_out does.
+        shared = () if _EXPERTS in module else wanted[-1:]
+        if shape not in (wanted, shared):
             raise ConversionError(
                 f"{path}: the moments of {module} are of shape {shape}, but it wants "
                 f"{wanted}: they are of another layer or another model. {_REMEDY}"
