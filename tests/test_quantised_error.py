@@ -82,6 +82,8 @@ def damaged(damage: str) -> tuple[list[mx.array], mx.array]:
             part[:13] = 0
     elif damage == "zero scales and biases":
         packed[1][:13] = packed[2][:13] = 0
+    elif damage == "zero scales":
+        packed[1][:13] = packed[0][:13] = 0
     elif damage == "zero codes":
         packed[0][:13] = 0
     elif damage == "other codes":
@@ -92,7 +94,8 @@ def damaged(damage: str) -> tuple[list[mx.array], mx.array]:
 
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize(
-    "damage", ["zeros", "zero scales and biases", "zero codes", "other codes"]
+    "damage",
+    ["zeros", "zero scales", "zero scales and biases", "zero codes", "other codes"],
 )
 def test_most_groups_damaged(damage: str, weighed: bool) -> None:
     """Their error drowns in that of the others, and they are most of the groups."""

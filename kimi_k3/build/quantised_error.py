@@ -6,7 +6,7 @@ makes of it and more.
 
 Where errors were weighed, a group may be far worse than that, but two things no weights
 explain: every code is the nearest to its value that the group's scale and bias have, and
-a group that is not zero has a scale or a bias that is not.
+a group that is not zero has a scale that is not.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def quantised_error(
     elif impossible.any():
         fault = (
             f"{_count(impossible)} with codes that are not the nearest to the source's "
-            "values, or scales and biases of zero"
+            "values, or scales of zero"
         )
     return replace(result, fault=fault)
 
@@ -136,7 +136,7 @@ def _astray(
     dense: mx.array,
     stored: StoredFormat,
 ) -> mx.array:
-    """1 where a code is not the nearest, or nothing is stored of a value; as ``dense``."""
+    """1 where a code is not the nearest, or no scale is stored for a value."""
     found, dense = (part.reshape(-1, stored.group_size) for part in (found, dense))
     scale, bias = (part.astype(mx.float32).reshape(-1, 1) for part in (scales, biases))
     steps = mx.where(scale == 0, 0, (dense - bias) / mx.where(scale == 0, 1, scale))
@@ -145,5 +145,6 @@ def _astray(
     allowed += _TIE_VALUES * (mx.abs(dense) + mx.abs(bias))
     # A NaN is never within it.
     near = mx.abs(found - dense) <= allowed
-    nothing = (scale == 0) & (bias == 0) & (mx.square(dense) > 0)
+    # Below what has a square in float32, scales have none in bfloat16.
+    nothing = (scale == 0) & (mx.square(dense) > 0)
     return (mx.logical_not(near) | nothing).astype(mx.float32)
