@@ -53,7 +53,7 @@ class StoredBytes:
                 file.seek(start)
                 done = 0
                 while done < count:
-                    got = file.readinto(memoryview(raw)[done : done + (1 << 28)])
+                    got = file.readinto(raw.data[done : done + (1 << 28)])
                     if not got:
                         raise TruncatedShardError(
                             f"{header.path.name} ended while {name} was read. Look at "

@@ -87,8 +87,9 @@ VERB = Verb(
     "  kimi-k3 verify ./build --json\n\n"
     "Takes local folders. Of a folder of any format: headers, float tensors and scales.\n"
     "Of a build that `kimi-k3 convert` made also: config, shards and tensors as its plan\n"
-    "makes them. With --source: MXFP4 experts byte for byte, router rows and biases in\n"
-    "the kept order, all that is not quantised bit for bit, and the error of all that is.\n"
+    "makes them, and the recorded hash of every shard. With --source: MXFP4 experts byte\n"
+    "for byte, router rows and biases in the kept order, all that is not quantised bit for\n"
+    "bit, and the error of all that is.\n"
     "docs/verifying.md says what each check sees and what it cannot see. Exit code 1 if\n"
     "there is a fault, or a check could not be done.\n",
     add_arguments,
