@@ -88,8 +88,8 @@ VERB = Verb(
     "Takes local folders. Of a folder of any format: headers, float tensors and scales.\n"
     "Of a build that `kimi-k3 convert` made also: config, shards and tensors as its plan\n"
     "makes them, and the recorded hash of every shard. With --source: MXFP4 experts byte\n"
-    "for byte, router rows and biases in the kept order, all that is not quantised bit for\n"
-    "bit, and the error of all that is.\n"
+    "for byte, router rows and biases in the kept order, all that is not quantised bit\n"
+    "for bit, and the error of all that is.\n"
     "docs/verifying.md says what each check sees and what it cannot see. Exit code 1 if\n"
     "there is a fault, or a check could not be done.\n",
     add_arguments,
