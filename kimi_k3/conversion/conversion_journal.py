@@ -10,6 +10,7 @@ name. The folder goes when ``config.json``, the last file, is there.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,8 @@ PARTIAL, JOURNAL = "conversion.partial", "journal.json"
 
 #: Of the journal: another version does not go on from it.
 FORMAT = 1
+
+_DIGEST = re.compile("[0-9a-f]{32,}")
 
 #: What file managers leave in folders, and nobody means to keep.
 _IGNORED = (".DS_Store",)
@@ -222,10 +225,9 @@ def _make(out: Path) -> None:
 
 
 def _short(value: object) -> str:
-    """What tells a digest from another."""
-    return (
-        repr(value[:12]) if isinstance(value, str) and value else str(value or "none")
-    )
+    """``value`` to read: of a digest what tells it from another."""
+    text = str(value)
+    return repr(text[:12] if _DIGEST.fullmatch(text) else text) if value else "none"
 
 
 def _path(out: Path) -> Path:
