@@ -10,13 +10,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_page_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "cases", "figure"),
+    [("budget", "full_size", "damage"), ("predicted_damage", "plans", "kl")],
+)
+def test_the_page_shows_the_results(
+    name: str, cases: str, figure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    budget = import_module("budget")
-    result, page = json.loads(budget.RESULTS.read_text()), budget.PAGE.read_text()
-    assert budget.filled(page, result) == page
-    result["full_size"][0]["damage"] += 1
-    assert budget.filled(page, result) != page
+    made = import_module(name)
+    result, page = json.loads(made.RESULTS.read_text()), made.PAGE.read_text()
+    assert made.filled(page, result) == page
+    result[cases][0][figure] += 1
+    assert made.filled(page, result) != page
 
 
 def test_goals_are_met() -> None:
