@@ -116,7 +116,9 @@ def test_a_real_ctrl_c(source: Path, tmp_path: Path):
     """In a process of its own, by the signal that a terminal sends."""
     out = tmp_path / "out"
     slow = (
-        "import sys, time; from kimi_k3.cli import main; "
+        "import signal, sys, time; from kimi_k3.cli import main; "
+        # A process in the background may have been told to ignore it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kimi_k3.conversion.conversion_run import ConversionRun as run; "
         "show = run._show; "
         "run._show = lambda self, shard, **how: ("
