@@ -112,6 +112,11 @@ class TextArgs:
             and layer % self.moe_layer_freq == 0
         )
 
+    @property
+    def moe_layers(self) -> list[int]:
+        """The 0-based layers that route to experts."""
+        return [n for n in range(self.num_hidden_layers) if self.is_moe_layer(n)]
+
     def experts_in_layer(self, layer: int) -> int:
         """Experts kept in 0-based ``layer``; 0 for a dense layer."""
         if not self.is_moe_layer(layer):

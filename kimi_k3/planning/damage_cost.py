@@ -22,7 +22,7 @@ from ..models import Model
 from .matrix_classes import CLASS_BITS, class_matrices
 from .measure_damage import EXPERTS, ROWS
 from .probe_damage import MEMORY, TOKENS
-from .probe_list import all_probes, moe_layers, passes_of, state_bytes, work_of
+from .probe_list import all_probes, passes_of, state_bytes, work_of
 from .probe_text import WINDOW
 from .probes import ClassProbe, LowProbe, Probe
 
@@ -164,7 +164,7 @@ def damage_cost(
 
 def _probes(args: ModelArgs, low_bits: Sequence[int]) -> list[Probe]:
     """As many as there will be; which experts are dropped makes no difference."""
-    layers = moe_layers(args.text_config)
+    layers = args.text_config.moe_layers
     dropped = np.zeros((len(layers), 2), bool)
     dropped[:, 0] = True
     return all_probes(Model(args), dropped, low_bits=low_bits)
@@ -178,7 +178,7 @@ def _quantised(
     outer, inner = text.expert_hidden_size, text.moe_intermediate_size
     expert = 3 * outer * inner
     some_rows = outer * (2 * min(ROWS, inner)) + inner * min(ROWS, outer)
-    layers = moe_layers(text)
+    layers = text.moe_layers
     total = sum(
         len(low_bits) * min(EXPERTS, text.experts_in_layer(layer)) * some_rows
         for layer in layers

@@ -51,10 +51,14 @@ def class_matrices(model: Model) -> Iterator[tuple[str, str, nn.Module]]:
     """Class, path and module of every matrix of ``model`` that a plan can quantise."""
     text = model.args.text_config
     for path, module in model.named_modules():
-        quantisable = hasattr(module, "to_quantized") or "scales" in module
-        if not quantisable or isinstance(module, Router) or ".switch_mlp" in path:
-            continue
-        yield matrix_class(path, text), path, module
+        if is_class_matrix(path, module):
+            yield matrix_class(path, text), path, module
+
+
+def is_class_matrix(path: str, module: nn.Module) -> bool:
+    """Whether a plan can quantise ``module`` with its class: no router, no expert."""
+    quantisable = hasattr(module, "to_quantized") or "scales" in module
+    return quantisable and not isinstance(module, Router) and ".switch_mlp" not in path
 
 
 def refuse_unknown_classes(named: Iterable[str], known: Iterable[str]) -> None:

@@ -145,7 +145,7 @@ class _Run:
         self.low_bits, self.experts, self.rows = low_bits, experts, rows
         self.folder = calibration / PARTIAL
         text = stream.args
-        self.moe = [n for n in range(stream.num_layers) if text.is_moe_layer(n)]
+        self.moe = text.moe_layers
         for columns in {text.expert_hidden_size, text.moe_intermediate_size}:
             if columns % LOW_GROUP:
                 raise PlanError(

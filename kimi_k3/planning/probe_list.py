@@ -45,7 +45,7 @@ def all_probes(
         for name, first in sorted(firsts.items())
         for width in bits
     ]
-    layers = moe_layers(text)
+    layers = text.moe_layers
     spread = np.linspace(0, len(layers) - 1, min(LOW_LAYERS, len(layers)))
     for at in spread.round().astype(int).tolist():
         probes += [LowProbe(layers[at], width) for width in low_bits]
@@ -66,10 +66,6 @@ def lesser_halves(share: np.ndarray, experts: Sequence[int], top_k: int) -> np.n
         order = np.argsort(of_layer[:total], kind="stable")
         row[order[: min(total // 2, total - top_k)]] = True
     return dropped
-
-
-def moe_layers(text: TextArgs) -> list[int]:
-    return [n for n in range(text.num_hidden_layers) if text.is_moe_layer(n)]
 
 
 def state_bytes(text: TextArgs, tokens: int) -> int:

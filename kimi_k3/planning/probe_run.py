@@ -18,7 +18,7 @@ from ..build.streamed_pass import mask_for
 from ..errors import NotFiniteError
 from ..models.attention_residuals import ResidualStack, mix
 from ..models.text import DecoderLayer, TextModel
-from .probes import EMBEDDING_CLASS, HEAD_CLASS, ClassProbe, Probe, rounded
+from .probes import EMBEDDING_CLASS, HEAD_CLASS, ClassProbe, LowProbe, Probe, rounded
 
 #: Told layer and layers, after each.
 Progress = Callable[[int, int], None]
@@ -68,7 +68,9 @@ def run_probes(
                     states[probe] = _embedded(embed, steps)
     total = stream.num_layers
     for index, layer, _ in stream.layers():
-        found = moments(index)
+        # Only what a low bank rounds is weighed.
+        lowers = any(isinstance(p, LowProbe) and p.first == index for p in probes)
+        found = moments(index) if lowers else None
         for probe in probes:
             if probe.first == index:
                 states[probe] = states[None]

@@ -15,7 +15,7 @@ from ..conversion.quantizer import quantize
 from ..models.latent_moe import LatentMoE
 from ..models.text import DecoderLayer
 from .expert_plan import HIGH, LOW_GROUP
-from .matrix_classes import affine_format, matrix_class
+from .matrix_classes import affine_format, is_class_matrix, matrix_class
 
 #: Classes that lie in no layer.
 EMBEDDING_CLASS, HEAD_CLASS = "embed_tokens", "lm_head"
@@ -150,11 +150,8 @@ def _matrices(
     module: DecoderLayer, layer: int, text: TextArgs, name: str
 ) -> Iterator[nn.Module]:
     for path, matrix in module.named_modules():
-        quantisable = (
-            hasattr(matrix, "to_quantized") and ".switch_mlp" not in f".{path}"
-        )
         whole = f"layers.{layer}.{path}"
-        if quantisable and matrix_class(whole, text) == name:
+        if is_class_matrix(whole, matrix) and matrix_class(whole, text) == name:
             yield matrix
 
 

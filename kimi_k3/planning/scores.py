@@ -61,7 +61,7 @@ def check_scores(
 
 def check_source(table: SaliencyTable, text: TextArgs) -> None:
     """Raise PlanError if ``table`` was not recorded on a checkpoint of these sizes."""
-    moe = [n for n in range(text.num_hidden_layers) if text.is_moe_layer(n)]
+    moe = text.moe_layers
     for what, mine, theirs in (
         ("MoE layers", table.layers.tolist(), moe),
         ("experts", int(table.experts.max()), text.num_experts),
