@@ -18,6 +18,7 @@
     ├── SaliencyError        what a calibration recorded is empty, damaged or asked wrongly
     ├── PlanError            a plan cannot be made, is damaged or does not fit the model
     ├── ConversionError      a conversion cannot start, or cannot go on
+    ├── EvaluationError      what is to be judged cannot be, or not against this
     ├── MissingPackageError  a package that is needed only for this is not installed
     ├── RegistrationError    the host library cannot be served
     ├── DistributedError     a model cannot be split over this many ranks
@@ -84,6 +85,10 @@ class PlanError(KimiK3Error):
 
 class ConversionError(KimiK3Error):
     """A conversion cannot start, or cannot go on."""
+
+
+class EvaluationError(KimiK3Error):
+    """What is to be judged cannot be, or cannot be compared with this."""
 
 
 class MissingPackageError(KimiK3Error):

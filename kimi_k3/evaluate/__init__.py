@@ -1,0 +1,1 @@
+"""How good a build is: divergence and perplexity against its source, and what it says."""
