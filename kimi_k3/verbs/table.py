@@ -3,14 +3,17 @@
 from . import (
     bench,
     calibrate,
+    compare,
     convert,
     damage,
     demo,
     doctor,
+    evaluate,
     plan,
     run,
     saliency,
     samples,
+    teacher,
     verify,
 )
 
@@ -24,6 +27,9 @@ VERBS = {
     "damage": damage.VERB,
     "plan": plan.VERB,
     "convert": convert.VERB,
+    "compare": compare.VERB,
+    "teacher": teacher.VERB,
+    "evaluate": evaluate.VERB,
     "bench": bench.VERB,
     "doctor": doctor.VERB,
 }
