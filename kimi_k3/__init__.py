@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .build.calibrate import calibrate
     from .build.verify import verify
     from .conversion.convert import convert
+    from .evaluate.evaluate import evaluate, make_teacher
     from .loading import load
     from .planning.make_plan import plan
     from .planning.measure import damage
@@ -22,7 +23,9 @@ __all__ = [
     "calibrate",
     "convert",
     "damage",
+    "evaluate",
     "load",
+    "make_teacher",
     "plan",
     "register",
     "verify",
@@ -33,7 +36,9 @@ _HOMES = {
     "calibrate": ".build.calibrate",
     "convert": ".conversion.convert",
     "damage": ".planning.measure",
+    "evaluate": ".evaluate.evaluate",
     "load": ".loading",
+    "make_teacher": ".evaluate.evaluate",
     "plan": ".planning.make_plan",
     "register": ".registration",
     "verify": ".build.verify",

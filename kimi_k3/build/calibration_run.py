@@ -4,13 +4,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
-from ..errors import DamagedScratchError, NotFiniteError, PartialResultError
+from ..errors import DamagedScratchError, PartialResultError
 from ..models.latent_moe import LatentMoE
 from ..models.text import DecoderLayer
 from .expert_recorder import ExpertRecorder, ExpertSums, recorded_experts
@@ -21,7 +18,7 @@ from .layer_stream import LayerStream
 from .saliency import SaliencyTable
 from .samples import Samples
 from .step_labels import StepLabels
-from .streamed_pass import embed_rows, finish, run_layer
+from .streamed_pass import embed_rows, finish, refuse_nan_parameters, run_layer
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class CalibrationRun:
                     recorder.labels = labels
                 self._show(index, rows.start)
 
-            _refuse_nan(layer, index)
+            refuse_nan_parameters(layer, index)
             run_layer(layer, index, states, self.rows_per_step, observe)
             sums = None if experts is None else experts.sums
             kept = self._moments(matrices, experts)
@@ -231,25 +228,3 @@ class CalibrationRun:
                 finished=finished,
             )
         )
-
-
-def _refuse_nan(layer: DecoderLayer, index: int) -> None:
-    """Refuse a layer with a parameter that is no number, by its name.
-
-    Not all of them reach the output: a router ranks an expert last whose score is NaN,
-    and it would seem that no token needs it.
-    """
-    parameters: list[tuple[str, Any]] = tree_flatten(layer.parameters())  # type: ignore
-    floating = [
-        (name, array)
-        for name, array in parameters
-        if mx.issubdtype(array.dtype, mx.floating)
-    ]
-    found = [mx.isnan(array).any() for _, array in floating]
-    mx.eval(found)
-    for (name, _), is_nan in zip(floating, found, strict=True):
-        if is_nan.item():
-            raise NotFiniteError(
-                f"layer {index}: {name} holds NaN. The checkpoint is damaged: run "
-                "`kimi-k3 verify` on it, or download the shard again."
-            )

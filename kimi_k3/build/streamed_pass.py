@@ -8,10 +8,11 @@ stand at the end of a row only: what stands before is not touched by it.
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
 from ..config import TextArgs
@@ -106,6 +107,28 @@ def finish(
             final = text.norm(prefix)
             mx.eval(final)
             yield step, final
+
+
+def refuse_nan_parameters(layer: DecoderLayer, index: int) -> None:
+    """Refuse a layer with a parameter that is no number, by its name.
+
+    Not all of them reach the output: a router ranks an expert last whose score is NaN,
+    and it would seem that no token needs it.
+    """
+    parameters: list[tuple[str, Any]] = tree_flatten(layer.parameters())  # type: ignore
+    floating = [
+        (name, array)
+        for name, array in parameters
+        if mx.issubdtype(array.dtype, mx.floating)
+    ]
+    found = [mx.isnan(array).any() for _, array in floating]
+    mx.eval(found)
+    for (name, _), is_nan in zip(floating, found, strict=True):
+        if is_nan.item():
+            raise NotFiniteError(
+                f"layer {index}: {name} holds NaN. The checkpoint is damaged: run "
+                "`kimi-k3 verify` on it, or download the shard again."
+            )
 
 
 def mask_for(layer: DecoderLayer, prefix: mx.array) -> mx.array | None:

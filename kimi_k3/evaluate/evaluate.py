@@ -3,33 +3,40 @@
 OUT/predictions.npz    the result
 OUT/build/             final hidden states of the build, while it runs
 OUT/teacher/           those of the source, where no teacher was made before; kept
+OUT/partial/           the lock, while it runs
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-
-from ..build.saliency import FILE_NAME as SALIENCY
-from ..build.saliency import SaliencyTable
+from ..build.calibration_run import Tell, Watch
+from ..build.folder_lock import locked_folder
 from ..build.sample_rows import Samples
-from ..build.samples import load_tokenizer, open_samples
+from ..conversion.durable_files import unfinished_path
 from ..errors import EvaluationError
-from .divergence import Divergences, divergences
+from .checks import (
+    asked_samples,
+    dtype_of,
+    made_from_teacher,
+    open_teacher,
+    overlap_of,
+    part_of,
+    refuse_inside,
+    refuse_teacher_as_checkpoint,
+    rows_of,
+    samples_of_teacher,
+)
 from .evaluation import FILE_NAME, Evaluation
-from .final_states import ROWS_PER_STEP, FinalStates, Run, Watch, discard
-from .scored import Scored
+from .final_states import FinalStates
+from .judging import DIRECTION, Judged, check_vocab, compare
+from .states_run import ROWS_PER_STEP, Run, discard
 
-TEACHER, BUILD = "teacher", "build"
+__all__ = ["DIRECTION", "compare", "discard_evaluation", "evaluate", "make_teacher"]
 
-#: What the divergence is of, in this order.
-DIRECTION = "KL(teacher || build)"
-
-#: Predictions whose logits are in memory at once.
-BLOCK = 256
+TEACHER, BUILD, PARTIAL = "teacher", "build", "partial"
 
 
 def make_teacher(
@@ -37,12 +44,13 @@ def make_teacher(
     samples: Samples | str | Path,
     out: str | Path,
     *,
-    part: str = "held_out",
+    part: str | None = None,
     float32: bool = False,
     rows_per_step: int = ROWS_PER_STEP,
     memory_limit: int | None = None,
     restart: bool = False,
     progress: Watch | None = None,
+    tell: Tell | None = None,
 ) -> FinalStates:
     """Run ``samples`` through ``source`` layer by layer, and keep what its head reads.
 
@@ -53,27 +61,31 @@ def make_teacher(
         source: a checkpoint folder of any format.
         samples: a value, an ``.npz`` file of it, a mix (TOML), or a shipped mix's name.
         out: a folder, new or of the same teacher.
-        part: which part of the mix: "held_out", "calibration" or "all".
+        part: which part of the mix: "held_out" (default), "calibration" or "all".
         float32: compute in float32 instead of the checkpoint's own type.
         rows_per_step: rows that go through a layer together. In bfloat16 other rows
             beside a row change its roundings, so the default is 1.
         memory_limit: bytes of hidden states to hold in memory; above, they are read
             from ``out`` as needed. Default: a quarter of this machine's memory.
         restart: discard what ``out`` holds of an earlier run.
-        progress: is told after each layer how far it is.
+        progress: is shown how far it is, at every row.
+        tell: is given remarks for a reader.
 
     Raises the KimiK3Error that says what is wrong.
     """
-    if not isinstance(samples, Samples):
-        samples = open_samples(samples, source, part)
+    refuse_teacher_as_checkpoint(source, "a source")
+    refuse_inside(Path(out), source=source)
+    kept = Path(out)
+    chosen, request = asked_samples(samples, source, part_of(part), kept)
     run = Run.of(
         source,
-        samples,
+        chosen,
         float32=float32,
         rows_per_step=rows_per_step,
         memory_limit=memory_limit,
+        request=request,
     )
-    return run.final_states(out, restart=restart, progress=progress)
+    return run.final_states(out, restart=restart, progress=progress, tell=tell)
 
 
 def evaluate(
@@ -82,13 +94,15 @@ def evaluate(
     out: str | Path,
     *,
     samples: Samples | str | Path | None = None,
-    part: str = "held_out",
+    part: str | None = None,
     calibration: str | Path | None = None,
     float32: bool | None = None,
-    rows_per_step: int = ROWS_PER_STEP,
+    rows_per_step: int | None = None,
     memory_limit: int | None = None,
     restart: bool = False,
     progress: Callable[[str], Watch] | None = None,
+    judged: Judged | None = None,
+    tell: Tell | None = None,
 ) -> Evaluation:
     """KL(teacher || build), perplexities and agreement of every prediction of ``samples``.
 
@@ -100,167 +114,167 @@ def evaluate(
         against: its source, or the folder that :func:`make_teacher` filled.
         out: a folder, new or of the same evaluation.
         samples: as for :func:`make_teacher`; a teacher has its own.
-        part: as for :func:`make_teacher`.
+        part: as for :func:`make_teacher`; a teacher has its own.
         calibration: the folder of the calibration that the build was planned with, or
             its ``saliency.npz``: samples that share a document with it are refused.
         float32: as for :func:`make_teacher`; a teacher has its own.
-        progress: gives, for "teacher" and "build", what is told how far it is.
+        rows_per_step: as for :func:`make_teacher`; a teacher has its own.
+        restart: discard what ``out`` holds, but the teacher.
+        progress: gives, for "teacher" and "build", what is shown how far it is.
+        judged: is told how many predictions of how many are judged.
+        tell: is given remarks for a reader.
 
-    Raises EvaluationError for a teacher of other samples, type or tokenizer, OverlapError
+    Raises the KimiK3Error that says what is wrong, before any work if it can be seen by
+    then: EvaluationError for a teacher of other samples, type or tokenizer, OverlapError
     for samples that the build was calibrated on.
     """
-    out = Path(out)
-    options = {"rows_per_step": rows_per_step, "memory_limit": memory_limit}
-    ready = FinalStates.open(against) if FinalStates.exist(against) else None
-    chosen = _samples(ready, samples, against, part)
-    overlap = _refuse_overlap(chosen, calibration)
+    out, tell = Path(out), tell or (lambda text: None)
+    refuse_teacher_as_checkpoint(build, "a build")
+    refuse_inside(out, build=build, teacher=against)
+    ready = open_teacher(against)
+    request = ""
     if ready is not None:
-        float32 = _dtype_of(ready, float32)
-    run = Run.of(build, chosen, float32=bool(float32), **options)
-    now = asdict(run.conditions)
-    if restart:
-        discard_evaluation(out)
-    watch = progress or (lambda what: lambda at: None)
-    if ready is None:
-        source = Run.of(against, chosen, float32=bool(float32), **options)
-        _refuse_other_result(out, asdict(source.conditions), now)
-        ready = source.final_states(out / TEACHER, progress=watch(TEACHER))
-    teacher = asdict(ready.conditions)
-    done = _refuse_other_result(out, teacher, now)
-    if done is not None:
-        return done
-    states = run.final_states(out / BUILD, progress=watch(BUILD))
-    about = {
-        "direction": DIRECTION,
-        "teacher": {**teacher, "path": ready.path},
-        "build": {**now, "path": states.path},
-        "overlap": overlap,
+        chosen = samples_of_teacher(ready, samples, build, part)
+    elif samples is None:
+        raise EvaluationError("name samples to judge by; only a teacher has its own.")
+    else:
+        chosen, request = asked_samples(samples, against, part_of(part), out / TEACHER)
+    settings: dict[str, Any] = {
+        "float32": dtype_of(ready, float32),
+        "rows_per_step": rows_of(ready, rows_per_step, ROWS_PER_STEP),
+        "memory_limit": memory_limit,
+        "request": request,
     }
-    result = compare(ready, states, about)
-    result.save(out)
-    discard(out / BUILD)
-    (out / BUILD).rmdir()
+    run = Run.of(build, chosen, **settings)
+    source = None if ready is not None else Run.of(against, chosen, **settings)
+    pair = _Pair.of(run, source or ready, overlap_of(run, calibration))
+    for remark in pair.remarks():
+        tell(remark)
+    with _own_folder(out):
+        if restart:
+            discard_evaluation(out)
+        done = pair.finished_in(out)
+        if done is not None:
+            tell(f"{out} holds this evaluation, finished; there is nothing to do.")
+            return done
+        shown = progress or (lambda what: lambda at: None)
+        if source is not None:
+            ready = source.final_states(
+                out / TEACHER, progress=shown(TEACHER), tell=tell
+            )
+        assert ready is not None
+        states = run.final_states(out / BUILD, progress=shown(BUILD), tell=tell)
+        result = compare(ready, states, pair.about, tokenizer=build, judged=judged)
+        with _writing(out):
+            result.save(out)
+            _discard_build(out)
     return result
-
-
-def compare(
-    teacher: FinalStates, build: FinalStates, about: dict[str, Any] | None = None
-) -> Evaluation:
-    """Judge ``build`` by ``teacher``, which are of the same samples.
-
-    The whole vocabulary is looked at, some predictions at a time; the numbers do not
-    depend on how many. Raises EvaluationError for other samples or another vocabulary.
-    """
-    if teacher.conditions.samples != build.conditions.samples:
-        raise EvaluationError("teacher and build were run on other samples.")
-    if teacher.head.vocab != build.head.vocab:
-        raise EvaluationError(
-            f"the teacher tells {teacher.head.vocab} tokens apart and the build "
-            f"{build.head.vocab}; their distributions cannot be compared."
-        )
-    scored = Scored.of(teacher.samples, load_tokenizer(build.path))
-    parts = list(_blocks(teacher, build, scored))
-    joined = {
-        field.name: np.concatenate([getattr(part, field.name) for part in parts])
-        for field in fields(Divergences)
-    }
-    return Evaluation(
-        **joined,
-        corpus=scored.corpus,
-        document=scored.document,
-        span=scored.span,
-        language=scored.language,
-        position=scored.position,
-        corpora=scored.corpora,
-        languages=scored.languages,
-        about=about or {"direction": DIRECTION},
-    )
 
 
 def discard_evaluation(out: Path) -> None:
     """Delete what :func:`evaluate` wrote to ``out``; a teacher in it is kept."""
-    (out / FILE_NAME).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        Evaluation.load(out)  # a file of this name that is none is somebody's own
+        (out / FILE_NAME).unlink()
     if (out / BUILD).is_dir():
-        discard(out / BUILD)
+        _discard_build(out)
 
 
-def _blocks(
-    teacher: FinalStates, build: FinalStates, scored: Scored
-) -> Iterator[Divergences]:
-    ends = np.flatnonzero(np.diff(scored.rows)) + 1
-    for places in np.split(np.arange(len(scored.rows)), ends):
-        row = int(scored.rows[places[0]])
-        wanted, got = teacher.row(row), build.row(row)
-        for start in range(0, len(places), BLOCK):
-            part = places[start : start + BLOCK]
-            at = mx.array(scored.columns[part])
-            yield divergences(
-                teacher.head.logits(wanted[at]),
-                build.head.logits(got[at]),
-                scored.targets[part],
-            )
+@dataclass(frozen=True)
+class _Pair:
+    """A build and its teacher, and what the result will say of them."""
+
+    run: Run
+    teacher: Run | FinalStates
+    about: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run, teacher: Run | FinalStates | None, overlap: str) -> "_Pair":
+        """Raises EvaluationError if they cannot be compared."""
+        assert teacher is not None
+        if isinstance(teacher, Run):
+            vocab, path = teacher.stream.args.vocab_size, teacher.stream.folder.path
+        else:
+            vocab, path = teacher.head.vocab, teacher.path
+        check_vocab(vocab, run.stream.args.vocab_size)
+        samples = run.samples
+        about = {
+            "direction": DIRECTION,
+            "teacher": {**asdict(teacher.conditions), "path": str(path)},
+            "build": {
+                **asdict(run.conditions),
+                "path": str(run.stream.folder.path),
+                "made_from_teacher": made_from_teacher(
+                    run, teacher.conditions.checkpoint
+                ),
+            },
+            "samples": {
+                "part": samples.part,
+                "rows": samples.rows,
+                "length": samples.length,
+                "documents": len(samples.document_hashes),
+            },
+            "overlap": overlap,
+        }
+        return cls(run, teacher, about)
+
+    def remarks(self) -> Iterator[str]:
+        """What a reader of the numbers must know."""
+        yield f"overlap: {self.about['overlap']}."
+        if self.run.samples.part != part_of(None):
+            yield f"these are samples of the part {self.run.samples.part!r}."
+        if self.about["build"]["made_from_teacher"] is False:
+            yield "the build was not converted from this teacher's checkpoint."
+        for words in self.teacher.conditions.other_roundings(self.run.conditions):
+            yield f"teacher and build were not computed alike ({words})."
+
+    def finished_in(self, out: Path) -> Evaluation | None:
+        """What is finished in ``out``; EvaluationError if it is of another pair."""
+        if not (out / FILE_NAME).is_file():
+            return None
+        found = Evaluation.load(out)
+        for name in (TEACHER, BUILD):
+            then, now = found.about.get(name, {}), self.about[name]
+            other = [k for k in now if k != "path" and then.get(k) != now[k]]
+            if other:
+                raise EvaluationError(
+                    f"{out} holds another evaluation: of its {name} {', '.join(other)} "
+                    "differ. Name another folder, or discard it with --restart."
+                )
+        if found.about.get("overlap") != self.about["overlap"]:
+            # The numbers stay; what was looked at for them is told anew.
+            about = {**found.about, "overlap": self.about["overlap"]}
+            found = replace(found, about=about)
+            with _writing(out):
+                found.save(out)
+        _discard_build(out)
+        return found
 
 
-def _samples(
-    ready: FinalStates | None,
-    samples: Samples | str | Path | None,
-    against: str | Path,
-    part: str,
-) -> Samples:
-    """The samples to judge by: the teacher's own, if there is one."""
-    if ready is None:
-        if samples is None:
-            raise EvaluationError(
-                "name samples to judge by; only a teacher has its own."
-            )
-        if isinstance(samples, Samples):
-            return samples
-        return open_samples(samples, against, part)
-    if samples is not None:
-        given = samples
-        if not isinstance(given, Samples):
-            given = open_samples(given, ready.path, part)
-        if given.fingerprint != ready.samples.fingerprint:
-            raise EvaluationError(
-                f"{ready.folder} was made of other samples than {samples}. Leave samples "
-                "out to judge by the teacher's, or make a teacher of these."
-            )
-    return ready.samples
+def _discard_build(out: Path) -> None:
+    discard(out / BUILD)
+    with suppress(OSError):  # unless it holds other things, or is not there
+        (out / BUILD).rmdir()
 
 
-def _dtype_of(ready: FinalStates, float32: bool | None) -> bool:
-    own = ready.conditions.dtype == "float32"
-    if float32 is not None and float32 != own:
+@contextmanager
+def _own_folder(out: Path) -> Iterator[None]:
+    """Lock ``out``; where nothing was begun by the end, nothing is left."""
+    try:
+        with locked_folder(out, PARTIAL, "evaluated", EvaluationError):
+            unfinished_path(out / FILE_NAME).unlink(missing_ok=True)
+            yield
+    finally:
+        with suppress(OSError):
+            out.rmdir()
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         raise EvaluationError(
-            f"{ready.folder} was computed in {ready.conditions.dtype} type. Judge by it in "
-            "the same one, or make another teacher."
-        )
-    return own
-
-
-def _refuse_overlap(samples: Samples, calibration: str | Path | None) -> str:
-    """What is known of an overlap; raises OverlapError if there is one."""
-    if calibration is None:
-        return "not checked"
-    path = Path(calibration)
-    table = SaliencyTable.load(path / SALIENCY if path.is_dir() else path)
-    samples.refuse_overlap(table.samples["document_hashes"], f"the calibration {path}")
-    return f"none with the calibration {table.digest}"
-
-
-def _refuse_other_result(
-    out: Path, teacher: dict[str, Any], build: dict[str, Any]
-) -> Evaluation | None:
-    """What is finished in ``out``, which must be of this teacher and build."""
-    if not (out / FILE_NAME).is_file():
-        return None
-    found = Evaluation.load(out)
-    for name, now in ((TEACHER, teacher), (BUILD, build)):
-        then = found.about.get(name, {})
-        other = [key for key in now if then.get(key) != now[key]]
-        if other:
-            raise EvaluationError(
-                f"{out} holds another evaluation: the {name}'s {', '.join(other)} "
-                "differ. Name another folder, or discard it with --restart."
-            )
-    return found
+            f"{error.filename or out} cannot be written: {error.strerror}. What was "
+            "computed is kept: make room, then start the same command again."
+        ) from error

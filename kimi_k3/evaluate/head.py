@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..build.layer_stream import LayerStream
-from ..errors import EvaluationError
+from ..errors import EvaluationError, NotFiniteError
 
 #: Rows of the matrix that are in memory in float32 at once.
 _ROWS = 16384
@@ -22,12 +22,23 @@ _ARRAYS = ("weight", "scales", "biases")
 class Head:
     """A head as it is stored, plain or quantised.
 
-    Raises EvaluationError for parameters that are none of a head.
+    Raises EvaluationError for parameters that are none of a head, NotFiniteError for
+    NaN or infinity in them.
     """
 
     def __init__(self, arrays: dict[str, mx.array], quantization: dict[str, str]):
         if "weight" not in arrays or not arrays.keys() <= {*_ARRAYS}:
-            raise EvaluationError(f"a head has parameters {', '.join(arrays)}.")
+            raise EvaluationError(
+                f"a head has the parameters {', '.join(arrays) or 'none'}; wanted weight, "
+                "and of a quantised one scales and biases."
+            )
+        for name, array in arrays.items():
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            if floating and not mx.isfinite(array).all().item():
+                raise NotFiniteError(
+                    f"the head: {name} holds NaN or infinity. Run `kimi-k3 verify` on "
+                    "the checkpoint."
+                )
         self.arrays = arrays
         self.quantization = quantization
 
@@ -50,8 +61,14 @@ class Head:
             return cls(arrays, quantization)
 
     def save(self, path: Path) -> None:
-        """Write to the file ``path`` (``.safetensors``)."""
-        mx.save_safetensors(str(path), self.arrays, metadata=self.quantization)
+        """Write to the file ``path`` (``.safetensors``); EvaluationError if it fails."""
+        try:
+            mx.save_safetensors(str(path), self.arrays, metadata=self.quantization)
+        except (RuntimeError, OSError) as error:
+            raise EvaluationError(
+                f"{path} cannot be written: {error}. Make room, then start the same "
+                "command again."
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Self:
