@@ -12,7 +12,8 @@ from ..conversion.provenance import Provenance
 from ..errors import ConversionError, EvaluationError, SamplesError
 from .conditions import FLOAT32
 from .final_states import FinalStates
-from .states_run import Run, is_begun, kept_samples
+from .states_journal import is_begun, kept_samples
+from .states_run import Run
 
 
 def refuse_teacher_as_checkpoint(folder: str | Path, what: str) -> None:
@@ -53,7 +54,10 @@ def refuse_inside(out: Path, **used: str | Path) -> None:
 
 
 def asked_samples(
-    samples: Samples | str | Path, checkpoint: str | Path, part: str, kept: Path
+    samples: Samples | str | Path,
+    checkpoint: str | Path,
+    part: str,
+    kept: Path | None = None,
 ) -> tuple[Samples, str]:
     """The samples, and what they were asked for by.
 
@@ -72,7 +76,7 @@ def asked_samples(
                 f'judge by them nevertheless, say part="{samples.part}".'
             )
         return samples, request
-    found = kept_samples(kept, request)
+    found = None if kept is None else kept_samples(kept, request)
     return found or open_samples(samples, checkpoint, part), request
 
 

@@ -7,15 +7,13 @@ OUT/partial/           the lock, while it runs
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..build.calibration_run import Tell, Watch
-from ..build.folder_lock import locked_folder
 from ..build.sample_rows import Samples
-from ..conversion.durable_files import unfinished_path
 from ..errors import EvaluationError
 from .checks import (
     asked_samples,
@@ -32,11 +30,12 @@ from .checks import (
 from .evaluation import FILE_NAME, Evaluation
 from .final_states import FinalStates
 from .judging import DIRECTION, Judged, check_vocab, compare
-from .states_run import ROWS_PER_STEP, Run, discard
+from .states_journal import discard, own_folder, writing
+from .states_run import ROWS_PER_STEP, Run
 
 __all__ = ["DIRECTION", "compare", "discard_evaluation", "evaluate", "make_teacher"]
 
-TEACHER, BUILD, PARTIAL = "teacher", "build", "partial"
+TEACHER, BUILD = "teacher", "build"
 
 
 def make_teacher(
@@ -75,7 +74,7 @@ def make_teacher(
     """
     refuse_teacher_as_checkpoint(source, "a source")
     refuse_inside(Path(out), source=source)
-    kept = Path(out)
+    kept = None if restart else Path(out)
     chosen, request = asked_samples(samples, source, part_of(part), kept)
     run = Run.of(
         source,
@@ -119,7 +118,8 @@ def evaluate(
             its ``saliency.npz``: samples that share a document with it are refused.
         float32: as for :func:`make_teacher`; a teacher has its own.
         rows_per_step: as for :func:`make_teacher`; a teacher has its own.
-        restart: discard what ``out`` holds, but the teacher.
+        restart: discard what ``out`` holds, but a teacher that is whole and the one
+            that is wanted.
         progress: gives, for "teacher" and "build", what is shown how far it is.
         judged: is told how many predictions of how many are judged.
         tell: is given remarks for a reader.
@@ -138,7 +138,8 @@ def evaluate(
     elif samples is None:
         raise EvaluationError("name samples to judge by; only a teacher has its own.")
     else:
-        chosen, request = asked_samples(samples, against, part_of(part), out / TEACHER)
+        kept = None if restart else out / TEACHER
+        chosen, request = asked_samples(samples, against, part_of(part), kept)
     settings: dict[str, Any] = {
         "float32": dtype_of(ready, float32),
         "rows_per_step": rows_of(ready, rows_per_step, ROWS_PER_STEP),
@@ -150,7 +151,7 @@ def evaluate(
     pair = _Pair.of(run, source or ready, overlap_of(run, calibration))
     for remark in pair.remarks():
         tell(remark)
-    with _own_folder(out):
+    with own_folder(out, (out / FILE_NAME,)):
         if restart:
             discard_evaluation(out)
         done = pair.finished_in(out)
@@ -159,13 +160,15 @@ def evaluate(
             return done
         shown = progress or (lambda what: lambda at: None)
         if source is not None:
+            again = restart and not _is_whole(out / TEACHER, source)
             ready = source.final_states(
-                out / TEACHER, progress=shown(TEACHER), tell=tell
+                out / TEACHER, restart=again, progress=shown(TEACHER), tell=tell
             )
+            ready.check()
         assert ready is not None
         states = run.final_states(out / BUILD, progress=shown(BUILD), tell=tell)
         result = compare(ready, states, pair.about, tokenizer=build, judged=judged)
-        with _writing(out):
+        with writing(out):
             result.save(out)
             _discard_build(out)
     return result
@@ -178,6 +181,16 @@ def discard_evaluation(out: Path) -> None:
         (out / FILE_NAME).unlink()
     if (out / BUILD).is_dir():
         _discard_build(out)
+
+
+def _is_whole(folder: Path, source: Run) -> bool:
+    """Whether ``folder`` holds the teacher that ``source`` would make."""
+    try:
+        found = FinalStates.open(folder)
+        found.check()
+    except EvaluationError:
+        return False
+    return found.conditions == source.conditions
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,7 @@ class _Pair:
 
     def remarks(self) -> Iterator[str]:
         """What a reader of the numbers must know."""
-        yield f"overlap: {self.about['overlap']}."
+        yield f"overlap with what was calibrated on: {self.about['overlap']}."
         if self.run.samples.part != part_of(None):
             yield f"these are samples of the part {self.run.samples.part!r}."
         if self.about["build"]["made_from_teacher"] is False:
@@ -245,7 +258,7 @@ class _Pair:
             # The numbers stay; what was looked at for them is told anew.
             about = {**found.about, "overlap": self.about["overlap"]}
             found = replace(found, about=about)
-            with _writing(out):
+            with writing(out):
                 found.save(out)
         _discard_build(out)
         return found
@@ -255,26 +268,3 @@ def _discard_build(out: Path) -> None:
     discard(out / BUILD)
     with suppress(OSError):  # unless it holds other things, or is not there
         (out / BUILD).rmdir()
-
-
-@contextmanager
-def _own_folder(out: Path) -> Iterator[None]:
-    """Lock ``out``; where nothing was begun by the end, nothing is left."""
-    try:
-        with locked_folder(out, PARTIAL, "evaluated", EvaluationError):
-            unfinished_path(out / FILE_NAME).unlink(missing_ok=True)
-            yield
-    finally:
-        with suppress(OSError):
-            out.rmdir()
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EvaluationError(
-            f"{error.filename or out} cannot be written: {error.strerror}. What was "
-            "computed is kept: make room, then start the same command again."
-        ) from error

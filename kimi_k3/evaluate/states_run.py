@@ -1,17 +1,12 @@
 """Makes final hidden states layer by layer, of a model that need not fit in memory.
 
-FOLDER/partial/lock         held while it runs
-FOLDER/partial/begun.json   what is being made: conditions, and what was asked for
-FOLDER/partial/states/      hidden states between two layers
-
 A run that is killed at any point goes on with the layer it was at, to the same bits.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -21,7 +16,6 @@ from typing import Self
 import mlx.core as mx
 
 from ..build.calibration_run import Progress, Tell, Watch
-from ..build.folder_lock import locked_folder
 from ..build.hidden_states import HiddenStates
 from ..build.layer_stream import EMBEDDING, LayerStream
 from ..build.layer_stream import HEAD as HEAD_PART
@@ -36,13 +30,7 @@ from ..build.streamed_pass import (
     run_layer,
     scratch_bytes,
 )
-from ..conversion.durable_files import unfinished_path
-from ..errors import (
-    DamagedScratchError,
-    EvaluationError,
-    NotFiniteError,
-    SamplesError,
-)
+from ..errors import DamagedScratchError, EvaluationError, NotFiniteError
 from ..machine.hardware import read_machine
 from .conditions import FLOAT32, STORED, Conditions
 from .final_states import (
@@ -57,9 +45,18 @@ from .final_states import (
     file_sha256,
 )
 from .head import Head
-from .sealed_json import read_json, write_json
-
-PARTIAL, STATES, BEGUN = "partial", "states", "begun.json"
+from .sealed_json import write_json
+from .states_journal import (
+    BEGUN,
+    PARTIAL,
+    STATES,
+    discard,
+    discard_partial,
+    own_folder,
+    refuse_other,
+    writing,
+    written_files,
+)
 
 #: Rows that go through a layer together: one, so that the roundings of a row's numbers
 #: never depend on other rows.
@@ -158,16 +155,16 @@ class Run:
         other things or is too small.
         """
         folder = Path(folder)
-        with _own_folder(folder):
+        with own_folder(folder, written_files(folder)):
             if restart:
                 discard(folder)
-            _refuse_other(folder, self.conditions)
+            refuse_other(folder, self.conditions)
             if not FinalStates.exist(folder):
-                with _writing(folder):
+                with writing(folder):
                     self._begin(folder)
                     states = self._through_layers(folder, progress, tell)
                     self._finish(states, folder)
-            _discard_partial(folder)
+            discard_partial(folder)
             return FinalStates.open(folder)
 
     def _begin(self, folder: Path) -> None:
@@ -176,8 +173,7 @@ class Run:
             self._check_room(folder)
         content = {"conditions": asdict(self.conditions), "request": self.request}
         write_json(begun, KIND, VERSION, content)
-        if not (folder / SAMPLES).exists():
-            self.samples.save(folder / SAMPLES)
+        self.samples.save(folder / SAMPLES)
 
     def _check_room(self, folder: Path) -> None:
         """Refuse a disk that is too small for the states between layers and the last."""
@@ -298,98 +294,6 @@ class _Shown:
                 finished=finished,
             )
         )
-
-
-def is_begun(folder: str | Path) -> bool:
-    """Whether final states are being made in ``folder``, or were and are not whole."""
-    return (Path(folder) / PARTIAL / BEGUN).is_file()
-
-
-def kept_samples(folder: str | Path, request: str) -> Samples | None:
-    """The samples that ``folder`` was begun with, if by the same ``request``."""
-    folder = Path(folder)
-    for path in (folder / MANIFEST, folder / PARTIAL / BEGUN):
-        if path.is_file():
-            begun = read_json(path, KIND, VERSION, RESTART)
-            if begun.get("request") != request or not (folder / SAMPLES).is_file():
-                return None
-            try:
-                return Samples.load(folder / SAMPLES)
-            except SamplesError as error:
-                raise EvaluationError(f"{error} Or start over: {RESTART}") from error
-    return None
-
-
-def discard(folder: Path) -> None:
-    """Delete what this module wrote to ``folder``, but the lock.
-
-    Only where something was begun: other files of these names are left alone. What
-    tells that they are ours is deleted last.
-    """
-    if FinalStates.exist(folder) or is_begun(folder):
-        for name in (HEAD, FINAL, SAMPLES):
-            (folder / name).unlink(missing_ok=True)
-        _discard_states(folder)
-        (folder / MANIFEST).unlink(missing_ok=True)
-        (folder / PARTIAL / BEGUN).unlink(missing_ok=True)
-
-
-def _discard_partial(folder: Path) -> None:
-    """Delete what only an unfinished run needs."""
-    _discard_states(folder)
-    (folder / PARTIAL / BEGUN).unlink(missing_ok=True)
-
-
-def _discard_states(folder: Path) -> None:
-    states = folder / PARTIAL / STATES
-    for name in ("states.json", "states.partial", "prefix-?.bin", "block-???.bin"):
-        for path in states.glob(name):
-            path.unlink()
-    if states.is_dir():
-        states.rmdir()
-
-
-@contextmanager
-def _own_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder``; where nothing was begun by the end, nothing is left."""
-    try:
-        with locked_folder(folder, PARTIAL, "evaluated", EvaluationError):
-            for path in (folder / MANIFEST, folder / SAMPLES, folder / PARTIAL / BEGUN):
-                unfinished_path(path).unlink(missing_ok=True)
-            yield
-    finally:
-        with suppress(OSError):  # unless it holds anything, or is not there
-            folder.rmdir()
-
-
-def _refuse_other(folder: Path, now: Conditions) -> None:
-    """Raise EvaluationError if ``folder`` holds, or has begun, anything else."""
-    for path in (folder / MANIFEST, folder / PARTIAL / BEGUN):
-        if path.is_file():
-            then = read_json(path, KIND, VERSION, RESTART)["conditions"]
-            if differences := Conditions.from_dict(then).differences(now):
-                raise EvaluationError(
-                    f"{folder} holds final states of another run: "
-                    f"{'; '.join(differences)}. Name another folder, or {RESTART}"
-                )
-            return
-    foreign = sorted(path.name for path in folder.iterdir() if path.name != PARTIAL)
-    if foreign:
-        raise EvaluationError(
-            f"{folder} holds {foreign[0]} and no final states. Name an empty folder, or "
-            "one that is not there yet."
-        )
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise EvaluationError(
-            f"{error.filename or folder} cannot be written: {error.strerror}. Layers that "
-            "were finished are kept: make room, then start the same command again."
-        ) from error
 
 
 def _sync(path: Path) -> None:
