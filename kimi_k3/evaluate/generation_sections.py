@@ -15,7 +15,7 @@ _SECTIONS = (THINK, RESPONSE, TOOLS)
 
 @dataclass
 class Section:
-    """A part of an answer. ``ids`` are between its tags; ``closed``: its end was written."""
+    """Part of an answer: the ids between its tags, and whether its end was written."""
 
     name: str
     ids: list[int] = field(default_factory=list)

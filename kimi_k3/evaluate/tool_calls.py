@@ -128,6 +128,7 @@ def _validator(schema: Mapping[str, Any], where: str) -> Any:
             "judging tool calls by their schemas needs jsonschema, which is not "
             "installed. Run: pip install 'kimi-k3-mlx[evaluate]'"
         ) from missing
+    schema = dict(schema)
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)

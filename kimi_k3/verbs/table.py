@@ -9,6 +9,7 @@ from . import (
     demo,
     doctor,
     evaluate,
+    generation,
     plan,
     run,
     saliency,
@@ -30,6 +31,7 @@ VERBS = {
     "compare": compare.VERB,
     "teacher": teacher.VERB,
     "evaluate": evaluate.VERB,
+    "generation": generation.VERB,
     "bench": bench.VERB,
     "doctor": doctor.VERB,
 }
