@@ -11,7 +11,7 @@ from ..build.samples import open_samples
 from ..conversion.provenance import Provenance
 from ..errors import ConversionError, EvaluationError, SamplesError
 from .conditions import FLOAT32
-from .final_states import FinalStates
+from .final_states import FINAL, MANIFEST, FinalStates
 from .states_journal import is_begun, kept_samples
 from .states_run import Run
 
@@ -34,6 +34,12 @@ def open_teacher(against: str | Path) -> FinalStates | None:
         ready = FinalStates.open(against)
         ready.check()
         return ready
+    if (Path(against) / FINAL).is_file() and not is_begun(against):
+        raise EvaluationError(
+            f"{Path(against) / MANIFEST} is not there, but final hidden states are: the "
+            "teacher is damaged. Take it from a copy, or make the teacher again in an "
+            "empty folder."
+        )
     if is_begun(against):
         raise EvaluationError(
             f"the teacher in {against} is not finished. Start the command that began it "

@@ -27,8 +27,8 @@ from .checks import (
     rows_of,
     samples_of_teacher,
 )
-from .evaluation import FILE_NAME, Evaluation
-from .final_states import FinalStates
+from .evaluation import FILE_NAME, Evaluation, is_evaluation
+from .final_states import RESTART, FinalStates
 from .judging import DIRECTION, Judged, check_vocab, compare
 from .states_journal import discard, own_folder, writing
 from .states_run import ROWS_PER_STEP, Run
@@ -175,10 +175,13 @@ def evaluate(
 
 
 def discard_evaluation(out: Path) -> None:
-    """Delete what :func:`evaluate` wrote to ``out``; a teacher in it is kept."""
-    with suppress(FileNotFoundError):
-        Evaluation.load(out)  # a file of this name that is none is somebody's own
-        (out / FILE_NAME).unlink()
+    """Delete what :func:`evaluate` wrote to ``out``; a teacher in it is kept.
+
+    A file of the result's name that is none is somebody's own, and stays.
+    """
+    path = out / FILE_NAME
+    if path.is_file() and is_evaluation(path):
+        path.unlink()
     if (out / BUILD).is_dir():
         _discard_build(out)
 
@@ -245,7 +248,10 @@ class _Pair:
         """What is finished in ``out``; EvaluationError if it is of another pair."""
         if not (out / FILE_NAME).is_file():
             return None
-        found = Evaluation.load(out)
+        try:
+            found = Evaluation.load(out)
+        except EvaluationError as error:
+            raise EvaluationError(f"{error} {RESTART}") from error
         for name in (TEACHER, BUILD):
             then, now = found.about.get(name, {}), self.about[name]
             other = [k for k in now if k != "path" and then.get(k) != now[k]]

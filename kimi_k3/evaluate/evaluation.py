@@ -22,6 +22,9 @@ from .spans import SPANS
 FILE_NAME = "predictions.npz"
 KIND, VERSION = "an evaluation", 1
 
+#: Bytes of a file among which its kind is.
+_HEAD = 4096
+
 _REMEDY = "Make it again with `kimi-k3 evaluate`."
 
 _ARRAYS = {
@@ -154,6 +157,12 @@ class Evaluation:
         about = {**self.about, "corpora": self.corpora, "languages": self.languages}
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return {**arrays, "about": np.array(json.dumps(about, sort_keys=True))}
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether the file ``path`` was written by :meth:`Evaluation.save`, damaged or not."""
+    with path.open("rb") as file:
+        return np.array(KIND).tobytes() in file.read(_HEAD)
 
 
 def _position_text(low: int, high: int | None) -> str:

@@ -32,7 +32,7 @@ def read_json(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EvaluationError(
-            f"{path} is damaged or no {kind}: {error}. {remedy}"
+            f"{path} is damaged, or not {kind}: {error}. {remedy}"
         ) from error
     if found != (kind, version):
         raise EvaluationError(
