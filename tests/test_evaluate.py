@@ -40,7 +40,7 @@ def found(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
 
 
 def run(case: Case, out: Path, **changes: Any) -> Evaluation:
-    settings = {"samples": case.samples, "float32": True} | changes
+    settings: dict[str, Any] = {"samples": case.samples, "float32": True, **changes}
     return evaluate(case.build, case.source, out, **settings)
 
 
@@ -92,7 +92,7 @@ def test_direction(case: Case, found: Evaluation, tmp_path: Path):
 
 @pytest.mark.parametrize("float32", [False, True])
 def test_a_model_and_itself(case: Case, float32: bool, tmp_path: Path):
-    settings = {"samples": case.samples, "float32": float32}
+    settings: dict[str, Any] = {"samples": case.samples, "float32": float32}
     same = evaluate(case.source, case.source, tmp_path / "out", **settings)
     assert same.kl.max() <= SAME
     assert same.agrees.all()

@@ -249,9 +249,9 @@ def test_restart_discards_what_is_damaged(
     path = out / "teacher" / "final.bin"
     kept = path.stat().st_mtime_ns
     shown: dict[str, list[Any]] = {"teacher": [], "build": []}
-    settings = {"samples": case.samples, "restart": True}
-    watch = {"progress": lambda what: shown[what].append}
-    evaluate(case.build, case.source, out, **settings, **watch)
+    settings: dict[str, Any] = {"samples": case.samples, "restart": True}
+    settings["progress"] = lambda what: shown[what].append
+    evaluate(case.build, case.source, out, **settings)
     assert not shown["teacher"]
     assert shown["build"]
     assert path.stat().st_mtime_ns == kept
@@ -259,7 +259,7 @@ def test_restart_discards_what_is_damaged(
     (out / "predictions.npz").write_bytes(whole["predictions.npz"][:-9])
     with pytest.raises(EvaluationError, match=r"predictions\.npz .* --restart"):
         evaluate(case.build, case.source, out, samples=case.samples)
-    evaluate(case.build, case.source, out, **settings, **watch)
+    evaluate(case.build, case.source, out, **settings)
     assert shown["teacher"]
     assert left(out) == whole
 
