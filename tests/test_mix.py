@@ -158,7 +158,7 @@ def test_the_pattern_of_wrong_mixes_is_right():
 
 def test_shipped_mixes():
     general, audit = find_mix("general"), find_mix("audit")
-    assert set(shipped_mixes()) == {"general", "audit"}
+    assert list(shipped_mixes()) == ["audit", "general", "traces"]
     share = {c.name: s for c, s in zip(general.corpora, general.shares, strict=True)}
     assert [
         share.pop(name) for name in ("code", "english", "chinese")
@@ -176,10 +176,12 @@ def test_copy(tmp_path: Path):
     assert read_mix(target).corpora == find_mix("general").corpora
     with pytest.raises(MixError, match="is there already and is left as it is"):
         copy_mix("audit", target)
-    with pytest.raises(MixError, match="those that do are audit, general"):
+    with pytest.raises(MixError, match="those that do are audit, general, traces"):
         copy_mix("other", tmp_path / "new.toml")
     with pytest.raises(MixError, match="cannot be written"):
         copy_mix("audit", tmp_path / "nowhere" / "mix.toml")
+    with pytest.raises(MixError, match="comes with its texts and is used by its name"):
+        copy_mix("traces", tmp_path / "traces.toml")
 
 
 def test_names_that_lead_nowhere(tmp_path: Path):

@@ -23,6 +23,9 @@ from .mix import Chats, Corpus, Dataset, Files, JsonLines, Mix, Scalar, Source
 #: Mixes that come with the package, to be copied and edited.
 SHIPPED = Path(__file__).parent / "mixes"
 
+#: Mixes whose texts come with them.
+WITH_TEXTS = Path(__file__).parents[1] / "evaluate" / "traces"
+
 
 def read_mix(path: str | Path) -> Mix:
     """The mix in the TOML file ``path``. Raises MixError naming what is wrong."""
@@ -50,7 +53,8 @@ def parse_mix(text: str, *, base: Path, origin: str = "the mix") -> Mix:
 def find_mix(name_or_path: str | Path) -> Mix:
     """A mix by its file, or by the name of one that comes with the package.
 
-    The paths of a shipped mix start from the current folder.
+    The paths of a shipped mix start from the current folder, unless its texts come with
+    it.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -61,13 +65,15 @@ def find_mix(name_or_path: str | Path) -> Mix:
             f"{name_or_path} is no file here and no shipped mix; those are "
             f"{', '.join(shipped)}."
         )
-    text = _read(shipped[str(name_or_path)])
-    return parse_mix(text, base=Path.cwd(), origin=str(name_or_path))
+    file = shipped[str(name_or_path)]
+    base = file.parent if file.parent == WITH_TEXTS else Path.cwd()
+    return parse_mix(_read(file), base=base, origin=str(name_or_path))
 
 
 def shipped_mixes() -> dict[str, Path]:
     """Name and file of every mix that comes with the package."""
-    return {path.stem: path for path in sorted(SHIPPED.glob("*.toml"))}
+    found = [*SHIPPED.glob("*.toml"), *WITH_TEXTS.glob("*.toml")]
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
 
 
 def copy_mix(name: str, target: str | Path) -> Path:
@@ -77,6 +83,11 @@ def copy_mix(name: str, target: str | Path) -> Path:
         raise MixError(
             f"no mix called {name!r} comes with the package; those that do are "
             f"{', '.join(shipped)}."
+        )
+    if shipped[name].parent == WITH_TEXTS:
+        raise MixError(
+            f"the mix {name!r} comes with its texts and is used by its name; to change "
+            f"it, copy the folder {WITH_TEXTS}."
         )
     target = Path(target).expanduser()
     try:

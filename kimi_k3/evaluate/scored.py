@@ -54,14 +54,15 @@ class Scored:
             )
         after = rows, columns + 1
         document = documents[after]
-        languages, language = languages_of(samples.tokens, documents, tokenizer)
+        spans = spans_of(samples.tokens, documents, tokenizer)
+        languages, language = languages_of(samples.tokens, documents, spans, tokenizer)
         return cls(
             rows=rows.astype(np.int32),
             columns=columns.astype(np.int32),
             targets=samples.tokens[after],
             corpus=samples.labels[after],
             document=document,
-            span=spans_of(samples.tokens, documents, tokenizer)[after],
+            span=spans[after],
             language=language[document],
             position=_seen(documents)[rows, columns],
             corpora=samples.corpora,
