@@ -69,8 +69,8 @@ class _Reader:
 
     def __init__(self, markers: _Markers):
         self.markers = markers
-        #: Span of each open tag, the innermost last.
-        self.stack: list[str] = []
+        #: Name and span of each open tag, the innermost last.
+        self.stack: list[tuple[str, str]] = []
         #: Places and ids since a marker that began a tag.
         self.places: list[int] | None = None
         self.ids: list[int] = []
@@ -78,44 +78,53 @@ class _Reader:
         self.conversation = False
 
     def take(self, token: int, place: int, spans: np.ndarray) -> None:
+        """Give ``spans[place]``, and those of a tag that ends here."""
         markers = self.markers
-        if self.places is not None:
-            self.places.append(place)
+        spans[place] = _NUMBER[self._span()]
+        if token in (markers.open, markers.close):
+            self.conversation = True
+            self.places, self.ids = [place], []
+            self.closes = token == markers.close
             # Until the tag is complete: what a cut one could say is not known.
+            spans[place] = _NUMBER["markup"]
+        elif token == markers.end:
+            self.stack, self.places = [], None
+            spans[place] = _NUMBER[self._span()]
+        elif self.places is not None:
+            self.places.append(place)
             spans[place] = _NUMBER["markup"]
             if token == markers.sep:
                 spans[self.places] = _NUMBER[self._tag()]
                 self.places = None
-            elif token in (markers.open, markers.close):
-                self._begin(token, place)
             else:
                 self.ids.append(token)
-        elif token in (markers.open, markers.close):
-            self.conversation = True
-            spans[place] = _NUMBER["markup"]
-            self._begin(token, place)
-        elif token == markers.end:
-            spans[place] = _NUMBER["markup" if self.conversation else "text"]
-            self.stack = []
-        elif self.stack:
-            spans[place] = _NUMBER[self.stack[-1]]
-        else:
-            spans[place] = _NUMBER["markup" if self.conversation else "text"]
 
-    def _begin(self, token: int, place: int) -> None:
-        self.places, self.ids = [place], []
-        self.closes = token == self.markers.close
+    def _span(self) -> str:
+        """Of what is written here."""
+        if self.stack:
+            return self.stack[-1][1]
+        return "markup" if self.conversation else "text"
 
     def _tag(self) -> str:
         """The span of the tag that is complete; the stack is as it is after it."""
         name, role = self.markers.tag(self.ids)
         if self.closes:
-            closed = self.stack.pop() if self.stack else "markup"
-            return "markup" if name == "message" else closed
+            return self._close(name)
         if name == "message":
             # Of an assistant only its sections are something that it says.
-            self.stack = [_OF_ROLE.get(role, "markup")]
+            self.stack = [(name, _OF_ROLE.get(role, "markup"))]
             return "markup"
-        outer = self.stack[-1] if self.stack else "markup"
-        self.stack.append(_OF_SECTION.get(name, outer))
-        return self.stack[-1]
+        outer = self._span()
+        span = _OF_SECTION.get(name, "markup" if outer == "text" else outer)
+        self.stack.append((name, span))
+        return span
+
+    def _close(self, name: str) -> str:
+        """Closes what is open up to the innermost ``name``; a stray tag closes nothing."""
+        names = [open_name for open_name, _ in self.stack]
+        if name not in names:
+            return self._span()
+        place = len(names) - 1 - names[::-1].index(name)
+        span = "markup" if name == "message" else self.stack[place][1]
+        self.stack = self.stack[:place]
+        return span
