@@ -6,12 +6,14 @@ S. A script is *foreign* if less than 5 % of the question's letters are in it; t
 Japanese belong together. The answer drifts if the shares of its foreign scripts sum to
 20 % or more; of Latin, which names and terms of every language use, to 75 % or more.
 
-Answers of fewer than 20 letters, and questions without 3, are not judged. Scripts are
-compared, not languages: German after an English question is no drift here, and a
-translation that was asked for is one.
+Answers of fewer than 20 letters, and questions of fewer than 3, are not judged; a
+character of Chinese, Japanese or Korean counts three times there. Scripts are compared,
+not languages: German after an English question is no drift here, and a translation that
+was asked for is one.
 """
 
 import re
+from collections.abc import Mapping
 
 from ..build.scripts import script_counts, script_shares
 
@@ -20,7 +22,11 @@ HOME_SHARE = 0.05
 FOREIGN_SHARE, FOREIGN_LATIN_SHARE = 0.20, 0.75
 
 _LATIN = "Latin"
-_TOGETHER = (("Hiragana", "Katakana", "Han"),)
+#: Japanese: Han alone may be Chinese, and kana after that is drift.
+_KANA, _HAN = {"Hiragana", "Katakana"}, "Han"
+
+#: Scripts whose characters are syllables or words.
+_DENSE = (*_KANA, _HAN, "Hangul")
 
 _NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)"  # a block of code, to the end if it is not closed
@@ -40,14 +46,16 @@ def prose(text: str) -> str:
 def drifts(question: str, answer: str) -> bool | None:
     """Whether ``answer`` leaves the scripts of ``question``; None if too short to say."""
     asked, said = script_counts(prose(question)), script_counts(prose(answer))
-    letters = sum(said.values())
-    if letters < LEAST_LETTERS or sum(asked.values()) < LEAST_QUESTION_LETTERS:
+    if _weight(said) < LEAST_LETTERS or _weight(asked) < LEAST_QUESTION_LETTERS:
         return None
+    letters = sum(said.values())
     home = {name for name, share in script_shares(asked).items() if share >= HOME_SHARE}
-    for group in _TOGETHER:
-        # Han alone may be Chinese: kana after it is drift, Han after kana is not.
-        if home & {*group[:-1]}:
-            home |= {*group}
+    if home & _KANA:
+        home |= {*_KANA, _HAN}
     foreign = {n: c / letters for n, c in said.items() if n not in home}
     latin = foreign.pop(_LATIN, 0.0)
     return sum(foreign.values()) >= FOREIGN_SHARE or latin >= FOREIGN_LATIN_SHARE
+
+
+def _weight(letters: Mapping[str, int]) -> int:
+    return sum(3 * n if name in _DENSE else n for name, n in letters.items())

@@ -92,7 +92,7 @@ class Loop:
 
 #: Of an exact repetition with letters, of one without any, and of one that counts.
 ENOUGH = {
-    "words": Enough(tokens=48, periods=3),
+    "words": Enough(tokens=64, periods=4),
     "signs": Enough(tokens=128, periods=8),
     "counts": Enough(tokens=96, periods=8, words=4),
 }
