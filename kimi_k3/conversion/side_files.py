@@ -188,10 +188,15 @@ def _content(path: Path) -> bytes:
     return _json(without_code(stated))
 
 
-def _is_copied(name: str) -> bool:
+def is_licence(name: str) -> bool:
+    """Whether a file called ``name`` is a licence or a notice, in plain text."""
     stem, dot, suffix = name.rpartition(".")
     text = (dot + suffix if stem else "").lower() in _TEXTS
-    return name in _COPIED or (name.upper().startswith(_LICENCES) and text)
+    return name.upper().startswith(_LICENCES) and text
+
+
+def _is_copied(name: str) -> bool:
+    return name in _COPIED or is_licence(name)
 
 
 def _read(path: Path) -> bytes:

@@ -3,6 +3,7 @@
 from . import (
     bench,
     calibrate,
+    card,
     compare,
     convert,
     damage,
@@ -11,6 +12,7 @@ from . import (
     evaluate,
     generation,
     plan,
+    report,
     run,
     saliency,
     samples,
@@ -32,6 +34,8 @@ VERBS = {
     "teacher": teacher.VERB,
     "evaluate": evaluate.VERB,
     "generation": generation.VERB,
+    "report": report.VERB,
+    "card": card.VERB,
     "bench": bench.VERB,
     "doctor": doctor.VERB,
 }
