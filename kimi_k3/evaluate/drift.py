@@ -1,19 +1,18 @@
 """Language drift: an answer goes over to a script that the question is not written in.
 
 Of question and answer the letters are counted by script, without what is no prose of
-either: code, quotations, links. Let f(S) be the share of the answer's letters in script
-S. A script is *foreign* if less than 5 % of the question's letters are in it; those of
-Japanese belong together. The answer drifts if the shares of its foreign scripts sum to
-20 % or more; of Latin, which names and terms of every language use, to 75 % or more.
+either: code, quotations, links. A character of Chinese, Japanese or Korean counts as three
+letters, for it says as much. Let f(S) be the share of the answer's letters in script S. A
+script is *foreign* if less than 5 % of the question's letters are in it; those of Japanese
+belong together, as long as 5 % of them are kana: without, it is Chinese. The answer drifts if the shares of its foreign scripts sum to 20 % or more;
+of Latin, which names and terms of every language use, to 75 % or more.
 
-Answers of fewer than 20 letters, and questions of fewer than 3, are not judged; a
-character of Chinese, Japanese or Korean counts three times there. Scripts are compared,
-not languages: German after an English question is no drift here, and a translation that
-was asked for is one.
+Answers of fewer than 20 letters, and questions of fewer than 3, are not judged. Scripts
+are compared, not languages: German after an English question is no drift here, and a
+translation that was asked for is one.
 """
 
 import re
-from collections.abc import Mapping
 
 from ..build.scripts import script_counts, script_shares
 
@@ -22,8 +21,9 @@ HOME_SHARE = 0.05
 FOREIGN_SHARE, FOREIGN_LATIN_SHARE = 0.20, 0.75
 
 _LATIN = "Latin"
-#: Japanese: Han alone may be Chinese, and kana after that is drift.
+#: Of Japanese, and how much of it is kana at least.
 _KANA, _HAN = {"Hiragana", "Katakana"}, "Han"
+_KANA_SHARE = 0.05
 
 #: Scripts whose characters are syllables or words.
 _DENSE = (*_KANA, _HAN, "Hangul")
@@ -45,17 +45,20 @@ def prose(text: str) -> str:
 
 def drifts(question: str, answer: str) -> bool | None:
     """Whether ``answer`` leaves the scripts of ``question``; None if too short to say."""
-    asked, said = script_counts(prose(question)), script_counts(prose(answer))
-    if _weight(said) < LEAST_LETTERS or _weight(asked) < LEAST_QUESTION_LETTERS:
-        return None
+    asked, said = _letters(question), _letters(answer)
     letters = sum(said.values())
+    if letters < LEAST_LETTERS or sum(asked.values()) < LEAST_QUESTION_LETTERS:
+        return None
     home = {name for name, share in script_shares(asked).items() if share >= HOME_SHARE}
     if home & _KANA:
-        home |= {*_KANA, _HAN}
+        kana = sum(said.get(name, 0) for name in _KANA)
+        chinese = kana < _KANA_SHARE * (kana + said.get(_HAN, 0))
+        home = home - {_HAN} if chinese else home | {*_KANA, _HAN}
     foreign = {n: c / letters for n, c in said.items() if n not in home}
     latin = foreign.pop(_LATIN, 0.0)
     return sum(foreign.values()) >= FOREIGN_SHARE or latin >= FOREIGN_LATIN_SHARE
 
 
-def _weight(letters: Mapping[str, int]) -> int:
-    return sum(3 * n if name in _DENSE else n for name, n in letters.items())
+def _letters(text: str) -> dict[str, int]:
+    found = script_counts(prose(text))
+    return {name: 3 * n if name in _DENSE else n for name, n in found.items()}
