@@ -180,7 +180,7 @@ def nano_mix(folder: Path) -> Path:
 
 
 def test_a_killed_command_goes_on(tmp_path: Path, capsys: Capture):
-    """B57 on the trained nano, itself against itself: SIGKILL as soon as a layer is safe."""
+    """B57 on the trained nano and itself: SIGKILL as soon as a layer is safe."""
     out, mix = tmp_path / "out", nano_mix(tmp_path)
     asked = ("evaluate", NANO_FOLDER, "--against", NANO_FOLDER, "--samples", mix)
     command = [installed_command("kimi-k3"), *map(str, asked), "--out", str(out)]
