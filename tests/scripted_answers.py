@@ -102,11 +102,15 @@ class ScriptedModel(nn.Module):
         self._script = script
         self._vocab = vocab
         self.calls = 0
+        #: After so many calls the user presses Ctrl-C.
+        self.stops_at: int | None = None
 
     def make_cache(self) -> list["_Read"]:
         return [_Read()]
 
     def __call__(self, inputs: mx.array, cache: list["_Read"]) -> mx.array:
+        if self.calls == self.stops_at:
+            raise KeyboardInterrupt
         self.calls += 1
         (read,) = cache
         read.ids += inputs[0].tolist()  # pyright: ignore[reportOperatorIssue]

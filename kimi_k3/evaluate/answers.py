@@ -100,10 +100,13 @@ class AnswerFile:
     def append(self, answer: Answer) -> None:
         """Add ``answer``, durably. Raises EvaluationError if the disk takes no more."""
         try:
+            is_new = not self._path.exists()
             with self._path.open("ab") as file:
                 file.write(answer.line())
                 file.flush()
                 os.fsync(file.fileno())
+            if is_new:
+                _sync_folder(self._path.parent)
         except OSError as error:
             raise EvaluationError(
                 f"{self._path} cannot be written: {error.strerror}. Answers that were "
@@ -119,3 +122,12 @@ class AnswerFile:
                     f"{self._path}, line {number} answers something else than was asked "
                     f"there. {_REMEDY}"
                 )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names of the files in ``folder`` last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -4,8 +4,9 @@ Of question and answer the letters are counted by script, without what is no pro
 either: code, quotations, links. A character of Chinese, Japanese or Korean counts as three
 letters, for it says as much. Let f(S) be the share of the answer's letters in script S. A
 script is *foreign* if less than 5 % of the question's letters are in it; those of Japanese
-belong together, as long as 5 % of them are kana: without, it is Chinese. The answer drifts if the shares of its foreign scripts sum to 20 % or more;
-of Latin, which names and terms of every language use, to 75 % or more.
+belong together, as long as 5 % of them are kana: without, it is Chinese. The answer drifts
+if the shares of its foreign scripts sum to 20 % or more; of Latin, which names and terms of
+every language use, to 75 % or more.
 
 Answers of fewer than 20 letters, and questions of fewer than 3, are not judged. Scripts
 are compared, not languages: German after an English question is no drift here, and a
