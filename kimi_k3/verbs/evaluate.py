@@ -1,13 +1,13 @@
 """``kimi-k3 evaluate``: how far a build is from its source, prediction by prediction."""
 
 import argparse
-import os
 
 from ..errors import EvaluationError
 from .printing import add_json_argument, print_report
 from .streaming_options import (
     StreamingLines,
     add_streaming_arguments,
+    prepare_environment,
     streaming_settings,
 )
 from .verb import Verb
@@ -45,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
         if not given:
             raise EvaluationError(f"name {name}; --help shows examples.")
     settings = streaming_settings(options)
-    # What transformers says about a missing PyTorch has no meaning here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    prepare_environment()
     from ..evaluate.evaluate import evaluate
     from ..evaluate.summary import Summary
 

@@ -1,6 +1,7 @@
 """What verbs that run samples through a checkpoint ask alike, and how they go on."""
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EvaluationError
@@ -37,6 +38,14 @@ def add_streaming_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="discard what the folder holds of an earlier run, and start over",
     )
+
+
+def prepare_environment() -> None:
+    """To be called before mlx is imported."""
+    # What transformers says about a missing PyTorch has no meaning here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Or a GPU that has TF32 computes logits that are told to be float32 in 10 bits.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 def streaming_settings(options: argparse.Namespace) -> dict[str, Any]:

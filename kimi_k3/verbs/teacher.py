@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from typing import TYPE_CHECKING
 
 from ..errors import EvaluationError
@@ -10,6 +9,7 @@ from .printing import add_json_argument
 from .streaming_options import (
     StreamingLines,
     add_streaming_arguments,
+    prepare_environment,
     streaming_settings,
 )
 from .verb import Verb
@@ -41,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
             raise EvaluationError(f"name {name}; --help shows examples.")
     settings = streaming_settings(options)
     settings["float32"] = bool(settings["float32"])
-    # What transformers says about a missing PyTorch has no meaning here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    prepare_environment()
     from ..evaluate.evaluate import make_teacher
 
     lines = StreamingLines()
