@@ -49,13 +49,13 @@ def cost_of(options: argparse.Namespace) -> "CalibrationCost":
         raise CalibrationError(f"--step-tokens is {step_tokens}, wanted 1 or more.")
     if limit is not None and not 0 <= limit < float("inf"):
         raise CalibrationError(f"--memory-limit is {limit:g}, wanted 0 GB or more.")
-    rows, length, corpora = _shape(options.samples or DEFAULT_MIX)
+    rows, length, corpora = shape_of(options.samples or DEFAULT_MIX)
     if limit is None:
         limit = read_machine().memory * HELD_SHARE / 1e9
     source = None if options.source is None else Path(options.source)
     has_weights = source is not None and any(source.glob("*.safetensors"))
     return calibration_cost(
-        _args(source),
+        config_of(source),
         rows=rows,
         length=length,
         corpora=corpora,
@@ -67,7 +67,8 @@ def cost_of(options: argparse.Namespace) -> "CalibrationCost":
     )
 
 
-def _args(source: Path | None) -> "ModelArgs":
+def config_of(source: Path | None) -> "ModelArgs":
+    """Of the folder ``source``, or of the released model."""
     from ..checkpoint.folder import read_config
     from ..checkpoint.source_layout import full_size_config
     from ..config import ModelArgs
@@ -77,7 +78,7 @@ def _args(source: Path | None) -> "ModelArgs":
     return ModelArgs.from_dict(read_config(source))
 
 
-def _shape(samples: str) -> tuple[int, int, int]:
+def shape_of(samples: str) -> tuple[int, int, int]:
     """Rows, tokens a row, and corpora; of a mix without reading its corpora."""
     from ..build.mix_file import find_mix
     from ..build.sample_rows import Samples

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import EvaluationError
-from .printing import add_json_argument
+from .dry_run import add_dry_run, disk_speeds
+from .printing import add_json_argument, print_report
 from .streaming_options import (
     StreamingLines,
     add_streaming_arguments,
@@ -16,10 +18,11 @@ from .verb import Verb
 
 if TYPE_CHECKING:
     from ..evaluate.final_states import FinalStates
+    from ..evaluate.teacher_cost import TeacherCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint folder of any format")
+    parser.add_argument("source", nargs="?", help="a checkpoint folder of any format")
     parser.add_argument(
         "--samples",
         metavar="MIX",
@@ -30,10 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_streaming_arguments(parser)
     add_json_argument(parser)
+    add_dry_run(
+        parser,
+        "print bytes, memory, disk and hours, and stop; without SOURCE of the released "
+        "Kimi K3, with it of its config.json (weights are not needed)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        print_report(cost_of(options), options.json)
+        return 0
     for name, given in (
+        ("a checkpoint folder", options.source),
         ("samples with --samples", options.samples),
         ("a folder for the teacher with --out", options.out),
     ):
@@ -60,6 +72,29 @@ def run(options: argparse.Namespace) -> int:
         lines.end()
     _print_result(states, options.json)
     return 0
+
+
+def cost_of(options: argparse.Namespace) -> "TeacherCost":
+    """What a teacher as ``options`` say would take."""
+    from ..build.calibration_cost import SPEEDS, Speed
+    from ..evaluate.states_run import HELD_SHARE
+    from ..evaluate.teacher_cost import teacher_cost
+    from ..machine.hardware import read_machine
+    from .calibrate_dry_run import DEFAULT_MIX, config_of, shape_of
+
+    rows, length, _ = shape_of(options.samples or DEFAULT_MIX)
+    limit = streaming_settings(options)["memory_limit"]
+    if limit is None:
+        limit = int(read_machine().memory * HELD_SHARE)
+    disks = disk_speeds(options, EvaluationError)
+    computes = sorted({speed.compute for speed in SPEEDS})
+    return teacher_cost(
+        config_of(Path(options.source) if options.source else None),
+        rows=rows,
+        length=length,
+        memory_limit=limit,
+        speeds=[Speed(disk, compute) for disk in disks for compute in computes],
+    )
 
 
 def _print_result(states: "FinalStates", as_json: bool) -> None:
@@ -93,6 +128,7 @@ VERB = Verb(
     "keep of a checkpoint what its builds are judged by, one layer in memory at a time",
     "  kimi-k3 teacher ./Kimi-K3 --samples general --out ./teacher\n"
     "  kimi-k3 teacher ./Kimi-K3 --samples mix.toml --part all --out ./teacher\n"
+    "  kimi-k3 teacher --dry-run --samples general --memory-limit 64\n"
     "  kimi-k3 evaluate ./build --against ./teacher --out ./quality\n\n"
     "Runs samples through the checkpoint, layer by layer, and keeps the final hidden\n"
     "states (14 kB a token at Kimi K3's size) and the head: from them the distribution\n"
