@@ -83,6 +83,15 @@ def test_positions_begin_anew_in_each_row(folder: Path, tk: Any):
     assert found.position.tolist() == [1, 2, 3, 1, 1]
 
 
+def test_nothing_follows_the_end_of_a_document(folder: Path, tk: Any):
+    """A document that a short corpus repeats begins again behind its end."""
+    end = tk.convert_tokens_to_ids("[EOS]")
+    tokens = np.array([[5, 6, end, 5, 6, end]])
+    found = Scored.of(samples_of(folder, tokens, np.zeros((1, 6), int)), tk)
+    assert found.targets.tolist() == [6, end, 6, end]
+    assert found.columns.tolist() == [0, 1, 3, 4]
+
+
 TEXTS = {
     "int main(void) { return 0; }": "Latin",
     "Привет, как дела?": "Cyrillic",

@@ -1,7 +1,8 @@
 """Which predictions of a set of samples are judged, and what each of them is of.
 
 A prediction is judged if the predicted token and the one before it belong to the same
-document: what begins a document, or a row, is nothing that a model could know.
+document, and that one does not end it: what begins a document, or a row, is nothing that
+a model could know.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from ..build.packing import PADDING
 from ..build.sample_rows import Samples
 from ..errors import EvaluationError
+from ..tokenizer.files import EOS_NAME
 from .languages import languages_of
 from .spans import spans_of
 
@@ -46,6 +48,10 @@ class Scored:
         """What is judged of ``samples``; raises EvaluationError if that is nothing."""
         documents = samples.documents
         same = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] != PADDING)
+        if EOS_NAME in tokenizer.all_special_tokens:
+            # A document that is repeated begins again behind its end.
+            end = tokenizer.convert_tokens_to_ids(EOS_NAME)
+            same &= samples.tokens[:, :-1] != end
         rows, columns = np.nonzero(same)
         if not len(rows):
             raise EvaluationError(
