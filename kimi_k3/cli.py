@@ -24,6 +24,8 @@ examples:
   kimi-k3 convert ./Kimi-K3 ./Kimi-K3-build --plan plan.json --moments ./calibration
                                                  make that build
   kimi-k3 verify ./Kimi-K3-build                 is this folder whole?
+  kimi-k3 evaluate ./Kimi-K3-build --against ./Kimi-K3 --samples traces --out ./quality
+                                                 how far is it from its source?
   mlx_lm.generate --model ./Kimi-K3-build --prompt "hello"
                                                  stock commands simply work
 
