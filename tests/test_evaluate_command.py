@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from evaluation_cases import Case, write_case
 from fresh_python import environment_with, installed_command
 
 from kimi_k3.build.calibration_run import Progress
-from kimi_k3.cli import main
+from kimi_k3.cli import build_parser, main
 from kimi_k3.evaluate.evaluate import evaluate
 from kimi_k3.evaluate.evaluation import Evaluation
 from kimi_k3.evaluate.summary import Summary
@@ -206,6 +207,18 @@ def test_a_killed_command_goes_on(tmp_path: Path, capsys: Capture):
     assert {"text", "markup"} <= found.groups("span").keys()
     # Trained: a wrong token or place would show in the perplexity of its own words.
     assert found.teacher_nll.mean() < 4
+
+
+def test_the_guide_s_commands_are_understood():
+    """Every verb and option of them is there."""
+    page = (ROOT / "docs" / "evaluating.md").read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    commands = [line for line in lines if line.startswith("kimi-k3 ")]
+    assert len(commands) > 12
+    for command in commands:
+        arguments = shlex.split(command, comments=True)[1:]
+        assert build_parser().parse_args(arguments).verb == arguments[0]
 
 
 def test_on_a_terminal_the_line_moves(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

@@ -434,6 +434,14 @@ def test_what_a_reader_must_know_is_told(
     )
 
 
+def test_remarks_on_a_checkpoint_are_told(case: Case, tmp_path: Path):
+    build = copy_folder(case.build, tmp_path / "build")
+    edit_json(build / "config.json", lambda c: c["text_config"].update(unheard=1))
+    said: list[str] = []
+    make_teacher(build, case.samples, tmp_path / "out", tell=said.append)
+    assert any("unheard" in line for line in said), said
+
+
 def test_a_damaged_record_is_named(case: Case, teacher: Path, tmp_path: Path):
     build = copy_folder(case.build, tmp_path / "build")
     edit_json(build / "config.json", lambda c: c["conversion"].pop("kept"))

@@ -168,6 +168,10 @@ def test_a_head_that_is_none(tmp_path: Path):
         weight = mx.array([[0, 1, value]])
         with pytest.raises(NotFiniteError, match="the head: weight holds NaN"):
             Head({"weight": weight}, {})
+    with pytest.raises(EvaluationError, match=r"head\.safetensors cannot be written"):
+        Head({"weight": mx.zeros((2, 2))}, {}).save(
+            tmp_path / "no" / "head.safetensors"
+        )
     (tmp_path / "head.safetensors").write_bytes(b"no head")
     with pytest.raises(EvaluationError, match=r"head\.safetensors cannot be read"):
         Head.load(tmp_path / "head.safetensors")

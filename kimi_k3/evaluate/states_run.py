@@ -154,12 +154,14 @@ class Run:
         Raises EvaluationError, before anything is computed, for a folder that holds
         other things or is too small.
         """
-        folder = Path(folder)
+        folder, tell = Path(folder), tell or (lambda text: None)
         with own_folder(folder, written_files(folder)):
             if restart:
                 discard(folder)
             refuse_other(folder, self.conditions)
             if not FinalStates.exist(folder):
+                for note in self.stream.notes:
+                    tell(note)
                 with writing(folder):
                     self._begin(folder)
                     states = self._through_layers(folder, progress, tell)
@@ -191,7 +193,7 @@ class Run:
             )
 
     def _through_layers(
-        self, folder: Path, progress: Watch | None, tell: Tell | None
+        self, folder: Path, progress: Watch | None, tell: Tell
     ) -> HiddenStates:
         """Embed, or open what was committed, and run the layers that are left."""
         try:
@@ -200,7 +202,7 @@ class Run:
             raise EvaluationError(f"{error} {RESTART}") from error
         assert states.layer is not None
         first = states.layer + 1
-        if first and tell is not None:
+        if first:
             tell(f"layers 0 to {first - 1} were done before.")
         shown = _Shown(self.stream, self.samples, progress)
         try:
