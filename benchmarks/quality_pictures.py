@@ -52,6 +52,7 @@ def _sizes(figure: "Figure", result: Mapping[str, Any]) -> None:
         kl = [row["kl"]["value"] for row in found]
         axes.plot(at, kl, mark, color=colour, label=_short(name), markersize=6)
     axes.set_yscale("log")
+    axes.set_xlim(-0.45, len(KEPT) - 0.55)
     axes.set_xticks(range(len(KEPT)), [f"as uniform\n{keep} of 32" for keep in KEPT])
     axes.set_ylabel("KL(source || build), nats")
     axes.set_title("Equal bytes, three nanos (lower is better)")

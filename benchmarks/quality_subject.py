@@ -179,6 +179,8 @@ class Subject:
     def _made(self, case: Case, out: Path) -> Evaluation:
         build = self.folder / "builds" / case.key
         calibration = self.folder / case.calibration
+        # Of a run that was killed; what it was judged by so far is kept.
+        shutil.rmtree(build, ignore_errors=True)
         with plain_quantizer() if case.plain else nullcontext():
             convert(
                 self.source,
