@@ -20,6 +20,8 @@ from .report_tables import (
     estimate_cell,
 )
 
+_NOTHING = "– stands where no answer gave anything to measure."
+
 _COLUMNS = tuple(column for columns in GENERATION.values() for column in columns)
 
 
@@ -82,7 +84,7 @@ def overall_answers(answers: Answers | None) -> Table:
     overall = [rows.overall for rows in settings.values()]
     counted = [Cell(count(row.answers), f"{row.prompts:,} prompts") for row in overall]
     rows = [
-        (name, *(estimate_cell(row.estimates, column, NOT_MEASURED) for row in overall))
+        (name, *(estimate_cell(row.estimates, column) for row in overall))
         for column, name in named
     ]
     return Table(
@@ -90,7 +92,7 @@ def overall_answers(answers: Answers | None) -> Table:
         ("measure", *settings),
         ((Cell("answers"), *counted), *rows),
         str(answers.source),
-        f"{'; '.join(setting_text(answers, name) for name in settings)}.",
+        f"{'; '.join(setting_text(answers, name) for name in settings)}. {_NOTHING}",
     )
 
 
@@ -130,5 +132,5 @@ def _table(
             for group, row in rows.items()
         ),
         str(answers.source),
-        f"{setting_text(answers, setting)}. – stands where there was nothing to measure.",
+        f"{setting_text(answers, setting)}. {_NOTHING}",
     )

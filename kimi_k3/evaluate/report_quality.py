@@ -56,7 +56,7 @@ _DIFFERENCES = (
 def overall_table(judged: Judged | None) -> Table:
     """Each measure over all predictions: what it is, value, interval."""
     title = "Quality, all tokens"
-    named = [(column, Cell(column.heading, ESTIMATES[column.name])) for column in _ALL]
+    named = [(column, Cell(column.heading, _meaning(column))) for column in _ALL]
     if judged is None:
         rows = tuple((name, Cell(NOT_MEASURED)) for _, name in named)
         return Table(title, ("measure", "value"), rows, NOT_MEASURED)
@@ -72,6 +72,14 @@ def overall_table(judged: Judged | None) -> Table:
         str(judged.source),
         judged_text(judged),
     )
+
+
+def _meaning(column: Column) -> str:
+    """What a measure is, where its heading does not say it."""
+    plain = ("kl", "ppl_ratio", "build_ppl", "below_0.01", "below_0.1")
+    if column.name in plain:
+        return ""
+    return ESTIMATES[column.name].removeprefix(f"{column.heading}: ")
 
 
 def judged_text(judged: Judged) -> str:
@@ -130,9 +138,7 @@ def level_text(judged: Judged) -> str:
 def overlap_text(about: Mapping[str, object]) -> str:
     """Whether the text to judge by is known to be new to the build's calibration."""
     found = str(about.get("overlap", "not checked"))
-    if found == "not checked":
-        return "Whether the build was calibrated on any of these documents was not checked."
-    return f"Documents in common with what the build was calibrated on: {found}."
+    return f"Overlap with the text that the build was calibrated on: {found}."
 
 
 def _signed(text: str, value: float) -> str:

@@ -58,8 +58,10 @@ def _is_words(texts: Iterable[str]) -> bool:
     return 2 * sum(not _NUMBER.fullmatch(text) for text in told) > len(told)
 
 
-#: A number with its unit, or two with an arrow between them.
-_NUMBER = re.compile(r"[+−-]?[\d,.]+(e-?\d+)?( (%|[kMGT]?B|bytes|points)| → [\d,.]+)?")
+#: A number with its unit, or two with a word or an arrow between them.
+_NUMBER = re.compile(
+    r"[+−-]?[\d,.]+(e-?\d+)?(( (→|to) )[\d,.]+(e-?\d+)?)?( (%|[kMGT]?B|bytes|points))?"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ QUALITY = (
 
 PERPLEXITY = (
     Column("perplexity of the teacher", "teacher_ppl", perplexity),
-    Column("of the build", "build_ppl", perplexity),
+    Column("perplexity of the build", "build_ppl", perplexity),
 )
 
 #: What is said of every group of answers, in two tables.
