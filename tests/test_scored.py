@@ -12,6 +12,7 @@ from kimi_k3.build.samples import Samples, load_tokenizer
 from kimi_k3.errors import EvaluationError
 from kimi_k3.evaluate.languages import language_of
 from kimi_k3.evaluate.scored import Scored
+from kimi_k3.evaluate.spans import spans_of
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,21 @@ def test_nothing_follows_the_end_of_a_document(folder: Path, tk: Any):
     found = Scored.of(samples_of(folder, tokens, np.zeros((1, 6), int)), tk)
     assert found.targets.tolist() == [6, end, 6, end]
     assert found.columns.tolist() == [0, 1, 3, 4]
+
+
+def test_the_span_is_that_of_the_predicted_token(folder: Path, tk: Any):
+    """The marker that opens an answer is judged as the model's, not as what precedes."""
+    ids = tk.apply_chat_template(
+        [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}],
+        tokenize=True,
+        add_generation_prompt=False,
+    )
+    tokens, owners = np.array([ids]), np.zeros((1, len(ids)), int)
+    found = Scored.of(samples_of(folder, tokens, owners), tk)
+    assert found.targets.tolist() == ids[1:]
+    spans = spans_of(tokens, owners, tk)[0]
+    assert found.span.tolist() == spans[1:].tolist()
+    assert found.span.tolist() != spans[:-1].tolist()
 
 
 TEXTS = {
