@@ -227,6 +227,13 @@ class TestB57:
             with pytest.raises(KimiK3Error, match=empty.name):
                 evaluate(empty, teacher, out)
 
+    def test_an_evaluation_in_place_of_its_teacher(
+        self, case: Case, teacher: Path, out: Path
+    ):
+        said = "holds an evaluation, whose teacher is .*teacher: name that"
+        with pytest.raises(EvaluationError, match=said):
+            evaluate(case.build, teacher.parent, out)
+
     def test_results_inside_what_is_only_read(self, case: Case, teacher: Path):
         samples = case.samples
         for folder, what in ((case.build, "build"), (case.source, "teacher")):

@@ -15,6 +15,9 @@ from .final_states import FINAL, MANIFEST, FinalStates
 from .states_journal import is_begun, kept_samples
 from .states_run import Run
 
+#: Subfolder of an evaluation for a teacher that is made on the way.
+TEACHER = "teacher"
+
 
 def refuse_teacher_as_checkpoint(folder: str | Path, what: str) -> None:
     """Raise EvaluationError if ``folder``, wanted as ``what``, is a teacher's."""
@@ -39,6 +42,11 @@ def open_teacher(against: str | Path) -> FinalStates | None:
             f"{Path(against) / MANIFEST} is not there, but final hidden states are: the "
             "teacher is damaged. Take it from a copy, or make the teacher again in an "
             "empty folder."
+        )
+    inner = Path(against) / TEACHER
+    if FinalStates.exist(inner):
+        raise EvaluationError(
+            f"{against} holds an evaluation, whose teacher is {inner}: name that."
         )
     if is_begun(against):
         raise EvaluationError(

@@ -16,6 +16,7 @@ from ..build.calibration_run import Tell, Watch
 from ..build.sample_rows import Samples
 from ..errors import EvaluationError
 from .checks import (
+    TEACHER,
     asked_samples,
     dtype_of,
     made_from_teacher,
@@ -35,7 +36,7 @@ from .states_run import ROWS_PER_STEP, Run
 
 __all__ = ["DIRECTION", "compare", "discard_evaluation", "evaluate", "make_teacher"]
 
-TEACHER, BUILD = "teacher", "build"
+BUILD = "build"
 
 
 def make_teacher(
