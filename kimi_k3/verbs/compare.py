@@ -60,11 +60,12 @@ def run(options: argparse.Namespace) -> int:
 
 VERB = Verb(
     "say which of several builds is closer to their teacher, and how surely",
-    "  kimi-k3 teacher ./Kimi-K3 --samples traces --part all --out ./teacher\n"
-    "  kimi-k3 evaluate ./build-a --against ./teacher --out ./evaluation-a\n"
-    "  kimi-k3 evaluate ./build-b --against ./teacher --out ./evaluation-b\n"
     "  kimi-k3 compare ./evaluation-a ./evaluation-b\n"
     "  kimi-k3 compare ./evaluation-a ./evaluation-b ./evaluation-c --json\n\n"
+    "where the evaluations were made by\n\n"
+    "  kimi-k3 teacher ./Kimi-K3 --samples traces --out ./teacher\n"
+    "  kimi-k3 evaluate ./build-a --against ./teacher --out ./evaluation-a\n"
+    "  kimi-k3 evaluate ./build-b --against ./teacher --out ./evaluation-b\n\n"
     "Prints what B has more than A, of KL, log perplexity and agreement, by corpus, span,\n"
     "language and position. The intervals are paired: documents are drawn again and\n"
     "again, the same for both builds. One that excludes 0 is a difference that other\n"
