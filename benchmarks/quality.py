@@ -22,10 +22,10 @@ That no plan by rule predicts less damage than ``budget``'s, and that each is in
 space, is asserted exactly for every budget plan of ``sizes``.
 
 FOLDER keeps what is done: a run that was killed goes on. ``--seeds`` and ``--parts`` do a
-share of the work (several may run beside each other, on other seeds); ``--collect``
-writes the results of what is judged; ``--page`` writes docs/quality.md's tables and
-pictures from the results file. The last line of the output is one JSON document. About
-two hours on one core.
+share of the work, parts in order (several may run beside each other, on other seeds);
+``--collect`` writes the results of what is judged; ``--page`` writes docs/quality.md's
+tables and pictures from the results file. The last line of the output is one JSON
+document. About two hours on one core.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def collected(judged: list[Judged]) -> dict[str, Any]:
                 )
                 for seed in SEEDS
             }
-            for part in PARTS
+            for part in dict.fromkeys(one.part for one in judged)
         },
     }
     builds = [one.row for one in judged]

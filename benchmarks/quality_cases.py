@@ -26,8 +26,9 @@ from kimi_k3.planning.probed_damage import probed
 
 FIXED = ("uniform", "global", "graded", "all low")
 
-#: Ways that budget plans are made by.
+#: Ways that budget plans are made by; those without probes are judged last.
 CHOSEN_BY = ("reap_sum", ERRORS, "reap_sum" + PROBES, BEST_WAY)
+WITHOUT_PROBES, WITH_PROBES = CHOSEN_BY[:2], CHOSEN_BY[2:]
 BUDGET = f"budget by {BEST_WAY}"
 
 #: The size at which noise, quantisers and domains are looked at.
@@ -56,16 +57,27 @@ def fixed_plans(subject: Subject, memory: int) -> dict[str, ExpertPlan]:
 
 
 def sizes(subject: Subject) -> Iterator[Found]:
-    """Plans by rule, and budget's by several ways, at three sizes."""
+    """Plans by rule, and budget's by ways with probes, at three sizes."""
     for keep, memory in subject.limits.items():
         for name, plan in fixed_plans(subject, memory).items():
             yield Case("sizes", str(keep), name, plan), {"limit": memory}
-        for name in CHOSEN_BY:
-            way = subject.ways[name]
-            result = subject.budget(way, memory)
-            subject.assert_best(result, way, memory)
-            more = {"limit": memory, "damage": result.damage, "bound": result.bound}
-            yield Case("sizes", str(keep), f"budget by {name}", result.plan), more
+        yield from _budgets(subject, keep, WITH_PROBES)
+
+
+def other_ways(subject: Subject) -> Iterator[Found]:
+    """More of :func:`sizes`: budget's plans without probes."""
+    for keep in subject.limits:
+        yield from _budgets(subject, keep, WITHOUT_PROBES)
+
+
+def _budgets(subject: Subject, keep: int, ways: tuple[str, ...]) -> Iterator[Found]:
+    memory = subject.limits[keep]
+    for name in ways:
+        way = subject.ways[name]
+        result = subject.budget(way, memory)
+        subject.assert_best(result, way, memory)
+        more = {"limit": memory, "damage": result.damage, "bound": result.bound}
+        yield Case("sizes", str(keep), f"budget by {name}", result.plan), more
 
 
 def speed(subject: Subject) -> Iterator[Found]:
@@ -167,4 +179,5 @@ PARTS: dict[str, Callable[[Subject], Iterator[Found]]] = {
     "domains": domains,
     "draws": draws,
     "quantisers": quantisers,
+    "other ways": other_ways,
 }
