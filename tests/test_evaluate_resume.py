@@ -97,7 +97,7 @@ def test_killed_at_any_operation_on_the_disk(
         assert left(tmp_path / "undisturbed") == whole
         operations = undisturbed["operations"]
         assert operations > 60
-        for at in range(1, operations + 1, 17):
+        for at in range(1, operations + 1, 23):
             out = tmp_path / f"killed-{at}"
             assert children.run(out, at)["died"], at
             again = children.run(out)
@@ -121,7 +121,7 @@ def test_killed_again_and_again_and_at_any_time(
         assert left(out) == whole
 
         out, deaths = tmp_path / "time", 0
-        for tenths in range(1, 6):
+        for tenths in range(1, 5):
             deaths += children.run(out, after=0.03 * tenths)["died"]
         assert deaths > 1
         assert not children.run(out)["error"]

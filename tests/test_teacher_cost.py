@@ -62,11 +62,14 @@ def test_the_release(capsys: pytest.CaptureFixture[str]):
     assert found["disk"]["head"] == 163840 * 7168 * 2
     assert 1.559e12 < found["read"] < 1.561e12
     assert found["memory"]["hidden states held"] <= 64e9
-    more = cost(capsys, "--samples", "general", "--memory-limit", "0")
-    assert "hidden states held" not in more["memory"]
-    assert main(["teacher", "--dry-run", "--disk-speed", "6"]) == 0
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]):
+    command = ["teacher", "--dry-run", str(NANO_FOLDER), "--samples", "general"]
+    assert main([*command, "--disk-speed", "6", "--memory-limit", "0"]) == 0
     text = capsys.readouterr().out
-    assert "one at a time" in text
+    assert "128 rows of 2,048 tokens, one at a time" in text
+    assert "hidden states held" not in text.partition("disk while it runs")[0]
     assert text.count("6 GB/s") == 3
 
 
