@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..build.saliency import TOOL
-from ..conversion.durable_files import write_durably
 from ..errors import EvaluationError
 from .card_markdown import folded, plain, table_markdown
 from .card_metadata import RELEASE, metadata
@@ -25,7 +24,7 @@ from .report_build import (
 from .report_facts import BuildFacts
 from .report_limits import limitations
 from .report_quality import group_tables, level_text, overall_table
-from .report_results import Benchmark, Judged, Source, load_judged
+from .report_results import Benchmark, Judged, Source, load_judged, write_text
 from .report_tables import NOT_MEASURED, Cell, Table, count, number, share, size
 
 #: Where sampling advice of a build lies.
@@ -88,9 +87,7 @@ def card(
         [Answers.load(path, facts) for path in generations],
         [Benchmark.load(path, facts) for path in benchmarks],
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(out, card_text(content).encode())
-    return out
+    return write_text(out, card_text(content))
 
 
 def card_text(content: CardContent) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ..build.pictures import require_matplotlib
 from ..build.saliency import TOOL
-from ..conversion.durable_files import write_durably
 from .report_answers import Answers, answers_tables
 from .report_build import saliency_table
 from .report_facts import BuildFacts
@@ -19,7 +18,7 @@ from .report_limits import limitations
 from .report_pictures import draw_build, draw_evaluation
 from .report_plan import Calibration, draw_plan, plan_of, plan_shown
 from .report_quality import compared
-from .report_results import Judged, Source, load_judged
+from .report_results import Judged, Source, load_judged, write_text
 from .report_sections import Content, Drawn, glance, glance_html, sections
 
 PAGE = "report.html"
@@ -86,9 +85,7 @@ def report(
         saliency=[] if table is None else table.draw(out),
         plan=draw_plan(planned, shown, table, out),
     )
-    file = out / PAGE
-    write_durably(file, page_text(replace(content, drawn=drawn)).encode())
-    return file
+    return write_text(out / PAGE, page_text(replace(content, drawn=drawn)))
 
 
 def page_text(content: Content) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ..conversion.durable_files import write_durably
 from ..errors import EvaluationError
 from .evaluation import FILE_NAME as PREDICTIONS
 from .evaluation import Evaluation
@@ -124,6 +125,18 @@ def load_judged(
                 "or leave the other one out."
             )
     return mine, others
+
+
+def write_text(file: Path, text: str) -> Path:
+    """Write ``file``, whole or not at all; raises EvaluationError if that cannot be."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(file, text.encode())
+    except OSError as error:
+        raise EvaluationError(
+            f"{file} cannot be written: {error.strerror}. Name another place with --out."
+        ) from error
+    return file
 
 
 @dataclass(frozen=True)

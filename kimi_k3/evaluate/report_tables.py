@@ -76,7 +76,7 @@ class Column:
 def nats(value: float) -> str:
     """0.0389; what is less than a ten-thousandth as 4.7e-5; exact nothing is 0."""
     if value == 0:
-        return "0"
+        return f"{value:g}"
     if abs(value) < 1e-4:
         digits, _, exponent = f"{value:.1e}".partition("e")
         return f"{digits}e{int(exponent)}"
