@@ -109,11 +109,14 @@ def test_the_spread_is_that_of_a_mean():
     assert spread != pytest.approx(values.std(ddof=0) / 2, rel=0.02)
 
 
-def experiments(count: int, by_token: bool = False) -> float:
-    """How often the interval holds the true mean of documents that differ."""
+def experiments(count: int, by_token: bool = False, size: int = 25) -> float:
+    """How often the interval holds the true mean of documents that differ.
+
+    ``size`` is the number of documents of each of two corpora.
+    """
     random = np.random.default_rng(11)
     held = 0
-    corpora, size, tokens = 2, 25, 15
+    corpora, tokens = 2, 15
     strata = np.repeat(np.arange(corpora), size * tokens)
     documents = np.repeat(np.arange(corpora * size), tokens)
     level = np.array([-4.0, -2.5])
@@ -132,6 +135,11 @@ def experiments(count: int, by_token: bool = False) -> float:
 def test_intervals_hold_the_truth():
     # 200 tries at 95 % give 89 % or less, or 99.6 % or more, less than once in 500.
     assert 0.89 < experiments(200) < 0.996
+
+
+def test_few_documents_leave_them_too_narrow():
+    """What the summary's text says of few documents."""
+    assert 0.7 < experiments(200, size=6) < 0.9
 
 
 def test_tokens_of_a_document_are_not_independent():
