@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from kimi_k3.build.samples import load_tokenizer
 from kimi_k3.evaluate.loops import Token
@@ -97,7 +98,7 @@ class ScriptedModel(nn.Module):
     ``script`` is a prompt's ids → the ids of its answer; then it stays at the last.
     """
 
-    def __init__(self, script: dict[tuple[int, ...], Sequence[int]], vocab: int):
+    def __init__(self, script: Mapping[tuple[int, ...], Sequence[int]], vocab: int):
         super().__init__()
         self._script = script
         self._vocab = vocab
@@ -113,7 +114,7 @@ class ScriptedModel(nn.Module):
             raise KeyboardInterrupt
         self.calls += 1
         (read,) = cache
-        read.ids += inputs[0].tolist()  # pyright: ignore[reportOperatorIssue]
+        read.ids += [int(i) for i in np.array(inputs[0])]
         asked = next(
             (p for p in self._script if p == tuple(read.ids[: len(p)])), tuple(read.ids)
         )

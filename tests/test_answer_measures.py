@@ -166,6 +166,8 @@ def test_whatever_the_parser_stumbles_over_is_no_call():
     one = {"name": "price", "arguments": '{"item": "ink", "count": 1}'}
     assert judged(good, lambda text, tools: one) == ToolCalls(1, 1, 1, 1)
     assert judged(good, lambda text, tools: {**one, "arguments": "{"}).valid == 0
+    # No more calls than the answer began, so that shares stay shares.
+    assert judged(good, lambda text, tools: [one] * 3) == ToolCalls(1, 1, 1, 1)
 
 
 def test_schemas_are_checked_before_anything_is_asked():

@@ -213,9 +213,8 @@ def test_other_conditions_are_refused_by_name(
     out = tmp_path / "out"
 
     def ask(**options: Any) -> Generation:
-        return generation(
-            NANO, chats, out, **{"answers": 1, "max_tokens": 60} | options
-        )
+        given: Any = {"answers": 1, "max_tokens": 60} | options
+        return generation(NANO, chats, out, **given)
 
     first = ask()
     for options, named in (
@@ -254,6 +253,10 @@ def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(EvaluationError, match=r"changed after it was written"):
         Generation.load(out)
     result.unlink()
+    lines = (out / ANSWERS).read_bytes().splitlines(keepends=True)
+    (out / ANSWERS).write_bytes(b"".join(lines[::-1]))
+    with pytest.raises(EvaluationError, match=r"line 1 answers something else"):
+        generation(NANO, chats, out, max_tokens=60)
     (out / ANSWERS).write_bytes((out / ANSWERS).read_bytes().replace(b"{", b"[", 1))
     with pytest.raises(EvaluationError, match=r"line 1 is no answer"):
         generation(NANO, chats, out, max_tokens=60)

@@ -20,6 +20,11 @@ from kimi_k3.evaluate.loops import (
 PERIODS = (1, 2, 3, 5, 8, 13, 21, 34, 55)
 
 
+def enough(period: int) -> int:
+    """Tokens from which a loop of words is one: 64 in 4 periods, or 96 in 3."""
+    return min(max(64, 4 * period), max(96, 3 * period))
+
+
 def found_in(ids: list[int], *, ended: bool = False) -> Loop | None:
     return find_loop(ids, tokens_of(ids), ended=ended)
 
@@ -27,7 +32,7 @@ def found_in(ids: list[int], *, ended: bool = False) -> Loop | None:
 @pytest.mark.parametrize("period", PERIODS)
 def test_period_and_start_are_exact(period: int):
     for seed, start in enumerate((0, 1, 40, 200)):
-        case = looping(seed, period, start, tokens=max(64, 4 * period) + seed)
+        case = looping(seed, period, start, tokens=enough(period) + seed)
         loop = found_in(case.ids)
         assert loop is not None
         assert (loop.start, loop.period, loop.counts) == (start, period, False)
@@ -44,9 +49,9 @@ def test_known_share_is_found_exactly():
 
 @pytest.mark.parametrize("period", PERIODS)
 def test_one_token_less_than_enough_is_no_loop(period: int):
-    enough = max(64, 4 * period)
-    assert found_in(looping(7, period, 30, enough).ids) is not None
-    assert found_in(looping(7, period, 30, enough - 1).ids) is None
+    least = enough(period)
+    assert found_in(looping(7, period, 30, least).ids) is not None
+    assert found_in(looping(7, period, 30, least - 1).ids) is None
 
 
 def test_what_goes_on_to_something_else_is_no_loop():
@@ -91,7 +96,11 @@ NATURAL = {
         for a in ("red", "old", "wet", "new")
         for b in ("chair", "table", "lamp", "box", "clock")
     ),
-    "refrain": ("Row, row, row your boat, gently down the stream.\n" * 2) * 2,
+    "refrain": (
+        "Row, row, row your boat, gently down the stream.\n" * 2
+        + "Merrily, merrily, life is but a dream.\n" * 2
+    )
+    * 2,
     "line": "Title\n" + "-" * 70 + "\n",
     "letters": "a" * 60,
 }
@@ -99,7 +108,7 @@ NATURAL = {
 
 @pytest.mark.parametrize("name", NEAR_LOOPS)
 def test_loops_that_count_are_found(name: str):
-    before = ids_of(STORY)
+    before = ids_of("In 1987, 1988, 1989, 1990 and 2024 it rained. " + STORY)
     loop = found_in(before + ids_of(NEAR_LOOPS[name].rstrip(" ")))
     assert loop is not None
     assert loop.counts

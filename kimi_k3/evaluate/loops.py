@@ -72,6 +72,10 @@ class Enough:
         """Of an answer that ended by itself: ``times`` as much."""
         return Enough(self.tokens * times, self.periods * times, self.words)
 
+    def has(self, length: int, period: int) -> bool:
+        """Whether ``length`` ids of that period are enough."""
+        return length >= max(self.tokens, self.periods * period)
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -90,9 +94,11 @@ class Loop:
         return self.tokens / self.period
 
 
-#: Of an exact repetition with letters, of one without any, and of one that counts.
+#: Of an exact repetition with letters, in either way; of one without any; and of one that
+#: counts.
 ENOUGH = {
     "words": Enough(tokens=64, periods=4),
+    "long": Enough(tokens=96, periods=3),
     "signs": Enough(tokens=128, periods=8),
     "counts": Enough(tokens=96, periods=8, words=4),
 }
@@ -134,14 +140,16 @@ def compression_ratio(text: str) -> float | None:
 
 
 def _exact(ids: Sequence[int], tokens: Sequence[Token], times: int) -> Loop | None:
-    n, least = len(ids), ENOUGH["words"].asks(times)
+    n = len(ids)
+    words, long, signs = (
+        ENOUGH[name].asks(times) for name in ("words", "long", "signs")
+    )
     for period, explained in enumerate(_tails(ids), start=1):
         length = period + explained
-        if length < max(least.tokens, least.periods * period):
+        if not (words.has(length, period) or long.has(length, period)):
             continue
         letters = any(t.kind == Kind.LETTERS for t in tokens[n - period :])
-        enough = ENOUGH["words" if letters else "signs"].asks(times)
-        if length >= max(enough.tokens, enough.periods * period):
+        if letters or signs.has(length, period):
             return Loop(n - length, period, length)
     return None
 
