@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .build.verify import verify
     from .conversion.convert import convert
     from .evaluate.evaluate import evaluate, make_teacher
+    from .evaluate.generation import generation
     from .loading import load
     from .planning.make_plan import plan
     from .planning.measure import damage
@@ -24,6 +25,7 @@ __all__ = [
     "convert",
     "damage",
     "evaluate",
+    "generation",
     "load",
     "make_teacher",
     "plan",
@@ -37,6 +39,7 @@ _HOMES = {
     "convert": ".conversion.convert",
     "damage": ".planning.measure",
     "evaluate": ".evaluate.evaluate",
+    "generation": ".evaluate.generation",
     "load": ".loading",
     "make_teacher": ".evaluate.evaluate",
     "plan": ".planning.make_plan",

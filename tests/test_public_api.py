@@ -36,6 +36,7 @@ def test_public_names():
         "convert",
         "damage",
         "evaluate",
+        "generation",
         "load",
         "make_teacher",
         "plan",
