@@ -11,12 +11,11 @@ from pathlib import Path
 from ..build.pictures import require_matplotlib
 from ..build.saliency import TOOL
 from .report_answers import Answers, answers_tables
-from .report_build import saliency_table
 from .report_facts import BuildFacts
 from .report_html import element, joined, page
 from .report_limits import limitations
 from .report_pictures import draw_build, draw_evaluation
-from .report_plan import Calibration, draw_plan, plan_of, plan_shown
+from .report_plan import Calibration, draw_plan, plan_of, plan_shown, saliency_tables
 from .report_quality import compared
 from .report_results import Judged, Source, load_judged, write_text
 from .report_sections import Content, Drawn, glance, glance_html, sections
@@ -70,7 +69,7 @@ def report(
         judged=mine,
         answers=answers_tables(answers),
         comparisons=pairs,
-        saliency=[saliency_table(shown, str(table.source))] if table and shown else [],
+        saliency=[] if table is None else saliency_tables(shown, planned, table),
         limits=limitations(facts, mine, generated=bool(answers)),
         sources=[*_sources(mine, others, answers), *([table.source] if table else [])],
         tool=TOOL,

@@ -52,9 +52,11 @@ class Answers:
 
     @property
     def rows(self) -> dict[str, dict[str, GRow]]:
-        """Setting → group → row; "all" comes first, then corpora."""
+        """Setting → group → row; "all" first, if there are several corpora."""
         return {
-            name: {"all": rows.overall, **rows.corpus}
+            name: dict(rows.corpus)
+            if len(rows.corpus) == 1
+            else {"all": rows.overall, **rows.corpus}
             for name, rows in self.generation.settings.items()
         }
 

@@ -168,8 +168,11 @@ def plan_words(plan: ExpertPlan) -> dict[str, str]:
     return found
 
 
-def saliency_table(report: PlanReport, source: str) -> Table:
-    """How much of what a calibration found the plan keeps."""
+def saliency_table(report: PlanReport, source: str, *, planned_from: bool) -> Table:
+    """How much of what a calibration found the plan keeps.
+
+    ``planned_from`` says whether the plan was made from this calibration.
+    """
     rows = dict(report.retained)
     if len(rows) > 1:
         rows["as weighted"] = report.weighted
@@ -187,7 +190,12 @@ def saliency_table(report: PlanReport, source: str) -> Table:
             for name, kept in rows.items()
         ),
         source,
-        f"Share of a layer's saliency ({report.criterion}), mean over layers.",
+        f"Share of a layer's saliency ({report.criterion}), mean over layers. "
+        + (
+            "The plan was made from this calibration."
+            if planned_from
+            else "The plan is not known to be made from this calibration."
+        ),
     )
 
 

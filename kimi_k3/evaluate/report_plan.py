@@ -14,9 +14,11 @@ from ..planning import plan_plot
 from ..planning.expert_plan import ExpertPlan
 from ..planning.plan_report import PlanReport, plan_report
 from ..planning.plan_sizes import SourceSizes
+from .report_build import saliency_table
 from .report_facts import BuildFacts
 from .report_pictures import Picture
 from .report_results import Source
+from .report_tables import Table
 
 #: Captions of pictures that other rooms draw, by the file's name.
 _CAPTIONS = {
@@ -83,6 +85,16 @@ def plan_shown(
         )
     sizes = SourceSizes.of(_source_config(read_config(Path(build)), plan))
     return plan_report(plan, sizes, table)
+
+
+def saliency_tables(
+    shown: PlanReport | None, plan: ExpertPlan | None, calibration: Calibration
+) -> list[Table]:
+    """What the plan keeps of what ``calibration`` found; [] without a plan."""
+    if shown is None or plan is None:
+        return []
+    same = plan.about.get("saliency") == calibration.table.digest
+    return [saliency_table(shown, str(calibration.source), planned_from=same)]
 
 
 def _source_config(config: dict[str, Any], plan: ExpertPlan) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _is_words(texts: Iterable[str]) -> bool:
 
 #: A number with its unit, or two with a word or an arrow between them.
 _NUMBER = re.compile(
-    r"[+−-]?[\d,.]+(e-?\d+)?(( (→|to) )[\d,.]+(e-?\d+)?)?( (%|[kMGT]?B|bytes|points))?"
+    r"[+−-]?[\d,.]+(e-?\d+)?(\s(→|to)\s[\d,.]+(e-?\d+)?)?( (%|[kMGT]?B|bytes|points))?"
 )
 
 
@@ -151,6 +151,10 @@ GENERATION = {
 }
 
 
+#: What both ends of an interval have in common, and is written once.
+_UNITS = (" %", " points")
+
+
 def estimate_cell(
     estimates: Mapping[str, Estimate], column: Column, absent: str = "–"
 ) -> Cell:
@@ -160,7 +164,8 @@ def estimate_cell(
     note = ""
     if found.low is not None and found.high is not None:
         low, high = column.write(found.low), column.write(found.high)
-        note = f"{low.removesuffix(' %')} to {high}"
+        unit = next((one for one in _UNITS if high.endswith(one)), "")
+        note = f"{low.removesuffix(unit)} to {high}"
     return Cell(column.write(found.value), note)
 
 
@@ -200,7 +205,7 @@ def _perplexities(row: Row) -> Cell:
     teacher, build = (
         estimate_cell(row.estimates, column).text for column in PERPLEXITY
     )
-    return Cell(f"{teacher} → {build}")
+    return Cell(f"{teacher}\N{NO-BREAK SPACE}→\N{NO-BREAK SPACE}{build}")
 
 
 def documents(number_of: int) -> str:
