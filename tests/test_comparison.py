@@ -80,6 +80,7 @@ def test_a_build_and_itself_do_not_differ():
     assert comparison.overall.estimates["kl"] == Estimate(0.0, 0.0, 0.0)
     assert comparison.overall.estimates["kl_ratio"] == Estimate(1.0, 1.0, 1.0)
     assert "The interval of KL holds 0" in comparison.text()
+    assert max(map(len, comparison.text().splitlines())) <= 80
 
 
 def test_exchanged_builds_give_the_opposite():

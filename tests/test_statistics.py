@@ -1,5 +1,7 @@
 """Intervals: documents are drawn within corpora, all their predictions with them."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,19 @@ def test_order_of_predictions_and_memory_change_nothing(monkeypatch):
     np.testing.assert_array_equal(again.sums(values), again.sums(values))
     other = Bootstrap(documents, strata, draws=50, seed=4)
     assert (other.sums(values) != want).any()
+
+
+def test_memory_does_not_grow_with_draws_times_documents(monkeypatch):
+    monkeypatch.setattr(statistics, "_AT_ONCE", 1 << 16)
+    documents = np.arange(20_000)
+    bootstrap = Bootstrap(documents, documents % 2, draws=400)
+    totals = np.ones((len(documents), 2))
+    tracemalloc.start()
+    bootstrap.drawn(totals)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # All weights at once are 64 MB.
+    assert peak < bootstrap.draws * len(documents)
 
 
 def test_a_corpus_never_vanishes():

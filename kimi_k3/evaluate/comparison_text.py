@@ -1,6 +1,7 @@
 """The words of a comparison, for a terminal of 80 columns."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def _overall(comparison: "Comparison") -> list[str]:
         f"log perplexity   {signed_text(e['log_ppl'])}",
         f"same top token   {percent} points of a hundred",
         "",
-        verdict(comparison),
+        *textwrap.wrap(verdict(comparison), 80),
         f"Intervals: {comparison.level:.0%}, of {comparison.draws:,} draws of the same "
         "documents for both.",
     ]
