@@ -40,7 +40,7 @@ def test_a_line_an_answer(tmp_path: Path):
 def test_a_torn_last_line_is_dropped(tmp_path: Path):
     path = filled(tmp_path)
     whole, first = path.read_bytes(), len(ONE.line())
-    for size in range(len(whole)):
+    for size in (*range(0, len(whole), 17), first - 1, first, len(whole) - 1):
         path.write_bytes(whole[:size])
         found = AnswerFile(tmp_path)
         assert found.answers == ([ONE] if size >= first else [])

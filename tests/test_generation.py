@@ -315,7 +315,7 @@ def test_an_answer_depends_on_its_seed_alone(
 ):
     monkeypatch.setattr(module, "load", cache(module.load))
     lines = [conversation("What is 2 + 2?"), conversation("Hi there, who are you?")]
-    options: Any = {"max_tokens": 4, "answers": 2, "settings": ["sampled"]}
+    options: Any = {"max_tokens": 6, "answers": 2, "settings": ["sampled"]}
 
     def answers(out: str, order: list[Any], **more: Any) -> dict[Any, Any]:
         chats = write_chats(tmp_path / "chats.jsonl", order)
@@ -328,13 +328,9 @@ def test_an_answer_depends_on_its_seed_alone(
     assert len(both) == 4
     assert len(alone) == 2
     assert alone.items() <= both.items()
-    assert (
-        answers("more", lines[:1], answers=3).items()
-        > {key: value for key, value in both.items() if key not in alone}.items()
-    )
-    other = answers("other seed", lines, seed=1)
-    assert other.keys() == both.keys()
-    assert all(other[key] != both[key] for key in both)
+    other = answers("other seed", lines[1:], seed=1)
+    assert other.keys() == alone.keys()
+    assert {ids for _, ids in other.values()} != {ids for _, ids in alone.values()}
     assert len({ids for _, ids in both.values()}) > 2
 
 
