@@ -7,9 +7,9 @@ benchmarks/nano/mix.toml, with errors of widths and probes as ``kimi-k3 damage``
 them. Its builds are written by ``kimi_k3.convert`` and judged by
 ``kimi_k3.evaluate`` in float32 on windows of the other half. Parts:
 
-- ``sizes``: plans by rule (uniform, global, graded, all low) and ``budget`` by four ways
-  to predict damage, at the bytes of uniform plans that keep 23, 16 and 10 of 32 experts.
-  Other matrices stay as they are.
+- ``sizes``: plans by rule (uniform, global, graded, all low) and ``budget`` by five
+  ways to predict damage, at the bytes of uniform plans that keep 23, 16 and 10 of 32
+  experts. Other matrices stay as they are.
 - ``speed``: the graded build with other matrices at 8 bits; then how few bytes a token
   ``budget`` can read, in no more memory, at no more KL: by halves over measured KL.
 - ``random``: uniform counts, experts drawn at random.

@@ -5,6 +5,7 @@ from typing import Any
 
 from quality_subject import (
     BEST_WAY,
+    BOTH,
     ERRORS,
     KEPT,
     PROBES,
@@ -26,9 +27,9 @@ from kimi_k3.planning.probed_damage import probed
 
 FIXED = ("uniform", "global", "graded", "all low")
 
-#: Ways that budget plans are made by; those without probes are judged last.
-CHOSEN_BY = ("reap_sum", ERRORS, "reap_sum" + PROBES, BEST_WAY)
-WITHOUT_PROBES, WITH_PROBES = CHOSEN_BY[:2], CHOSEN_BY[2:]
+#: Ways that budget plans are made by; some are judged last.
+CHOSEN_BY = ("reap_sum", ERRORS, BOTH + PROBES, "reap_sum" + PROBES, BEST_WAY)
+JUDGED_LAST, JUDGED_FIRST = CHOSEN_BY[:3], CHOSEN_BY[3:]
 BUDGET = f"budget by {BEST_WAY}"
 
 #: The size at which noise, quantisers and domains are looked at.
@@ -57,17 +58,17 @@ def fixed_plans(subject: Subject, memory: int) -> dict[str, ExpertPlan]:
 
 
 def sizes(subject: Subject) -> Iterator[Found]:
-    """Plans by rule, and budget's by ways with probes, at three sizes."""
+    """Plans by rule, and budget's by two ways, at three sizes."""
     for keep, memory in subject.limits.items():
         for name, plan in fixed_plans(subject, memory).items():
             yield Case("sizes", str(keep), name, plan), {"limit": memory}
-        yield from _budgets(subject, keep, WITH_PROBES)
+        yield from _budgets(subject, keep, JUDGED_FIRST)
 
 
 def other_ways(subject: Subject) -> Iterator[Found]:
-    """More of :func:`sizes`: budget's plans without probes."""
+    """More of :func:`sizes`: budget's plans by further ways."""
     for keep in subject.limits:
-        yield from _budgets(subject, keep, WITHOUT_PROBES)
+        yield from _budgets(subject, keep, JUDGED_LAST)
 
 
 def _budgets(subject: Subject, keep: int, ways: tuple[str, ...]) -> Iterator[Found]:

@@ -229,6 +229,25 @@ def rank_table(result: Result) -> str:
     return _table(["judged by", *found["scopes"]], rows)
 
 
+def predicted_table(result: Result) -> str:
+    """Measured KL over what the best way predicts, by plan and size; mean over seeds."""
+    rows = [
+        [plan, *(_measured_to_predicted(result, plan, str(keep)) for keep in KEPT)]
+        for plan in PLANS
+    ]
+    return _table(["measured : predicted", *map(str, KEPT)], rows)
+
+
+def _measured_to_predicted(result: Result, plan: str, size: str) -> str:
+    way = result["budget"]
+    ratios = [
+        row["kl"]["value"] / row["predicted"][way]
+        for row in result["builds"]
+        if (row["part"], row["plan"], row["size"]) == ("sizes", plan, size)
+    ]
+    return f"{mean(ratios):.2f}" if ratios else ""
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "run": run_table,
     "kl": kl_table,
@@ -239,6 +258,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "quantisers": quantiser_table,
     "speed": speed_table,
     "ranks": rank_table,
+    "predicted": predicted_table,
 }
 
 __all__ = ["BUDGET", "MIDDLE", "PAGE", "PICTURES", "TABLES", "filled", "write_page"]

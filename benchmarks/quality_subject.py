@@ -58,7 +58,7 @@ PROBE_TOKENS = {0: 4096, 1: 1024, 2: 1024}
 #: Experts of a layer of 32 that a uniform plan keeps; its bytes are the limit of a size.
 KEPT = (23, 16, 10)
 
-ERRORS, PROBES = "errors", " + probes"
+ERRORS, BOTH, PROBES = "errors", "mean of both", " + probes"
 
 #: By what `kimi-k3 damage` measures, and what `kimi-k3 plan` takes if it is there.
 BEST_WAY = ERRORS + PROBES
@@ -138,6 +138,7 @@ class Subject:
             for name in CRITERIA
         }
         found[ERRORS] = Damage.of_measured(self.errors)
+        found[BOTH] = mean_of(found[ERRORS], found["reap_sum"])
         return found | {n + PROBES: probed(d, self.probes) for n, d in found.items()}
 
     @cached_property
@@ -233,6 +234,15 @@ def subjects(
         folder = work / f"seed{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         yield Subject(seed, Path(source), folder, judges)
+
+
+def mean_of(errors: Damage, saliency: Damage) -> Damage:
+    """Experts worth the mean of two shares of their layer; low banks as measured."""
+    drop = (errors.drop + saliency.drop) / 2
+    ratio = np.divide(
+        errors.low, errors.drop, out=np.ones_like(drop), where=errors.drop > 0
+    )
+    return replace(errors, drop=drop, low=ratio * drop)
 
 
 def random_layers(plan: ExpertPlan, seed: int, number: int) -> ExpertPlan:
