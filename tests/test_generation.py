@@ -314,7 +314,7 @@ def test_an_answer_depends_on_its_seed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "load", cache(module.load))
-    lines = [conversation("What is 2 + 2?"), conversation("Hi there, who are you?")]
+    lines = [conversation("What is 2 + 2?"), conversation("Is 39 or 74 larger?")]
     options: Any = {"max_tokens": 6, "answers": 2, "settings": ["sampled"]}
 
     def answers(out: str, order: list[Any], **more: Any) -> dict[Any, Any]:
