@@ -234,6 +234,8 @@ def test_perplexity_is_ours(
     model, tokenizer = loaded(build)
     np.random.seed(123)  # the command's own
     rows = load_data(tokenizer, str(DATA / "texts"), 4, 32)
+    # What follows an end is judged by the command and not by us.
+    assert not (np.array(rows) == tokenizer.eos_token_id).any()
     stock_value, _ = eval_ppl(model, rows)
     assert float(told[1]) == pytest.approx(stock_value, abs=6e-4)
     ours = own_perplexity(build, np.array(rows), tmp_path / "out")
