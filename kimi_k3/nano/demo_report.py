@@ -23,6 +23,7 @@ from ..evaluate.evaluate import evaluate, make_teacher
 from ..evaluate.generation import generation
 from ..evaluate.report import report
 from ..evaluate.summary import Summary
+from ..evaluate.tool_calls import ToolChecker
 from ..machine.bench import bench
 from .cache import DemoFolders, demo_folders
 
@@ -60,9 +61,11 @@ def report_demo(
         cache_dir: where the copy is kept.
         progress: gets a line as soon as something is to be told.
 
-    Raises MissingPackageError without matplotlib, and whatever a step raises.
+    Raises MissingPackageError without matplotlib or jsonschema, and whatever a step raises.
     """
     require_matplotlib()
+    # Says now, and not after minutes, that its package is missing.
+    ToolChecker([{"name": "any"}], str(QUESTIONS))
     work = Path(folder) / WORK
     work.mkdir(parents=True, exist_ok=True)
     progress("1 of 6  the nano and its pruned copy")

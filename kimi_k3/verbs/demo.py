@@ -54,8 +54,9 @@ VERB = Verb(
     "  kimi-k3 demo --report ./report\n\n"
     "With --report the pruned copy is judged by the whole nano: KL, perplexity and\n"
     "agreement on shipped conversations, answers, speed; FOLDER gets report.html and\n"
-    "README.md, a model card. It takes some minutes on two cores, and matplotlib:\n"
-    "pip install 'kimi-k3-mlx[plot]'. Exit code 1 if a step did not go as it should.\n",
+    "README.md, a model card. It takes some minutes on two cores, and more packages:\n"
+    "pip install 'kimi-k3-mlx[plot,evaluate]'. Without it the exit code is 1\n"
+    "if a step did not go as it should.\n",
     add_arguments,
     run,
 )
