@@ -162,6 +162,9 @@ def test_the_release_is_named_where_the_build_is_of_it(content: CardContent):
     assert stated["base_model_relation"] == "quantized"
     assert (stated["license"], stated["license_name"]) == ("other", "kimi-k3")
     assert "license_link" not in stated
+    assert "those of generation\\_config.json" in loaded.text
+    silent = replace(whole, facts=replace(whole.facts, advised=False))
+    assert "those that Moonshot advises" in card_text(silent)
     assert "The licence of Kimi K3 holds for these weights" in loaded.text
 
 

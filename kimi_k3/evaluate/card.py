@@ -131,6 +131,7 @@ def _introduction(facts: BuildFacts) -> str:
 def _use(facts: BuildFacts) -> list[str]:
     model = shlex.quote(" ".join(f"./{facts.name}".split()))
     temperature, top_p = facts.sampling["temperature"], facts.sampling["top_p"]
+    advice = f"of {plain(_ADVICE)}" if facts.advised else "that Moonshot advises"
     sampling = f"--temp {temperature} --top-p {top_p}"
     return [
         "```sh\n"
@@ -138,9 +139,9 @@ def _use(facts: BuildFacts) -> list[str]:
         f'mlx_lm.generate --model {model} {sampling} --prompt "Why is the sky blue?"\n'
         f"mlx_lm.server --model {model} {sampling}\n"
         "```",
-        f"Temperature and top-p are those of {plain(_ADVICE)}; greedy decoding may repeat "
-        f"itself. The weights take {size(facts.tensor_bytes)} of memory, and the cache "
-        f"and activations come on top. *Source: {plain(headers_of(facts))}.*",
+        f"Temperature and top-p are those {advice}; greedy decoding may repeat itself. "
+        f"The weights take {size(facts.tensor_bytes)} of memory, and the cache and "
+        f"activations come on top. *Source: {plain(headers_of(facts))}.*",
     ]
 
 

@@ -6,6 +6,7 @@ Read from its config and the headers of its shards; no weights are read.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +35,9 @@ _CHANGED = frozenset(("num_experts", "expert_counts", "expert_bank_split"))
 
 #: Names of stored types that readers know.
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
+
+#: How Moonshot advises to sample.
+_ADVICE = {name: float(SAMPLING[name]) for name in ("temperature", "top_p")}
 
 #: A matrix of the source that the model keeps in two halves.
 _SPLIT = ".self_attn.kv_b_proj"
@@ -89,6 +93,7 @@ class BuildFacts:
         source_bytes: of the shards that it was converted from; None if not recorded.
         record: of its conversion; None if there is none.
         sampling: what its generation config advises, or Moonshot's advice.
+        advised: whether the build itself states all of that.
         licence: name of the licence file that lies in it, or "".
         is_k3: whether it has the released Kimi K3's sizes.
     """
@@ -106,6 +111,7 @@ class BuildFacts:
     source_bytes: int | None
     record: Provenance | None
     sampling: Mapping[str, float]
+    advised: bool
     licence: str
     is_k3: bool
 
@@ -116,6 +122,7 @@ class BuildFacts:
         text = folder.args.text_config
         sizes = _Sizes(folder)
         record = Provenance.of_config(folder.config)
+        stated = _stated_sampling(folder.path)
         source = None
         if record is not None:
             source = sum(shard.size for shard in record.source.values())
@@ -132,7 +139,8 @@ class BuildFacts:
             layers=tuple(_layers(text, sizes, record)),
             source_bytes=source,
             record=record,
-            sampling=_sampling(folder.path),
+            sampling={**_ADVICE, **stated},
+            advised=stated.keys() == _ADVICE.keys(),
             licence=next(
                 (p.name for p in sorted(folder.path.iterdir()) if is_licence(p.name)),
                 "",
@@ -168,8 +176,9 @@ class _Sizes:
         self.by_part: dict[str, int] = defaultdict(int)
         self.by_layer: dict[int, int] = defaultdict(int)
         self.token = 0.0
-        placed = place_all(folder.tensors, text)
-        for name, tensor in folder.tensors.items():
+        tensors = folder.tensors
+        placed = place_all(tensors, text)
+        for name, tensor in tensors.items():
             if name not in placed:
                 self.by_part[VISION] += tensor.nbytes
                 continue
@@ -204,8 +213,10 @@ class _Formats:
         self.text = folder.args.text_config
         self.modules = dict(lazy_model(folder)[0].named_modules())
         self.found: dict[str, dict[str, None]] = defaultdict(dict)
+        #: The release has half a million tensors and few thousand parameters.
+        self.part = cache(self._part)
 
-    def part(self, key: str, dtype: str) -> str:
+    def _part(self, key: str, dtype: str) -> str:
         """The part of the parameter ``key``, which is stored as ``dtype``."""
         path = key
         for ending in _ENDINGS:
@@ -288,15 +299,12 @@ def _share_read(part: str, layer: int | None, text: TextArgs) -> float:
     return 1.0
 
 
-def _sampling(path: Path) -> dict[str, float]:
-    """Temperature and top-p that the build states, or else those of the release."""
-    stated: Mapping[str, Any] = {}
-    if (path / GENERATION).is_file():
-        stated = read_json(path / GENERATION)
-    return {
-        name: float(stated.get(name, SAMPLING[name]))
-        for name in ("temperature", "top_p")
-    }
+def _stated_sampling(path: Path) -> dict[str, float]:
+    """Temperature and top-p, as far as the build states them."""
+    if not (path / GENERATION).is_file():
+        return {}
+    stated = read_json(path / GENERATION)
+    return {name: float(stated[name]) for name in _ADVICE if name in stated}
 
 
 def _is_release(config: Mapping[str, Any]) -> bool:
