@@ -14,10 +14,10 @@ from quality_cases import BUDGET, FIXED, MIDDLE
 from quality_subject import KEPT, Case, Subject
 
 from kimi_k3.errors import PlanError
-from kimi_k3.evaluate.comparison import Comparison
-from kimi_k3.evaluate.evaluation import Evaluation
-from kimi_k3.evaluate.statistics import DRAWS, Bootstrap, interval
-from kimi_k3.evaluate.summary import Summary
+from kimi_k3.evaluation.comparison import Comparison
+from kimi_k3.evaluation.evaluation import Evaluation
+from kimi_k3.evaluation.statistics import DRAWS, Bootstrap, interval
+from kimi_k3.evaluation.summary import Summary
 
 Row = dict[str, Any]
 

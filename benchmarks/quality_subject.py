@@ -29,8 +29,8 @@ from kimi_k3.build.saliency import CRITERIA, SaliencyTable
 from kimi_k3.build.sample_rows import Samples
 from kimi_k3.build.samples import make_samples
 from kimi_k3.checkpoint.folder import read_config
-from kimi_k3.evaluate.evaluate import evaluate, make_teacher
-from kimi_k3.evaluate.evaluation import Evaluation
+from kimi_k3.evaluation.evaluate import evaluate, make_teacher
+from kimi_k3.evaluation.evaluation import Evaluation
 from kimi_k3.planning.budget_plan import BudgetResult, budget_plan
 from kimi_k3.planning.damage import Damage
 from kimi_k3.planning.damage_table import DamageTable

@@ -7,11 +7,11 @@ class through an import finder that the installation adds (:mod:`kimi_k3.registr
 # Importing typing would cost more than the rest of a Python start with this package.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from .answers.generation import generation
     from .build.calibrate import calibrate
     from .build.verify import verify
     from .conversion.convert import convert
-    from .evaluate.evaluate import evaluate, make_teacher
-    from .evaluate.generation import generation
+    from .evaluation.evaluate import evaluate, make_teacher
     from .loading import load
     from .planning.make_plan import plan
     from .planning.measure import damage
@@ -38,10 +38,10 @@ _HOMES = {
     "calibrate": ".build.calibrate",
     "convert": ".conversion.convert",
     "damage": ".planning.measure",
-    "evaluate": ".evaluate.evaluate",
-    "generation": ".evaluate.generation",
+    "evaluate": ".evaluation.evaluate",
+    "generation": ".answers.generation",
     "load": ".loading",
-    "make_teacher": ".evaluate.evaluate",
+    "make_teacher": ".evaluation.evaluate",
     "plan": ".planning.make_plan",
     "register": ".registration",
     "verify": ".build.verify",

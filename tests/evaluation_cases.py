@@ -13,7 +13,7 @@ from tiny_k3 import write_t1, write_tk
 
 from kimi_k3.build.samples import Samples, load_tokenizer, tokenizer_fingerprint
 from kimi_k3.conversion.convert import convert
-from kimi_k3.evaluate.scored import Scored
+from kimi_k3.evaluation.scored import Scored
 from kimi_k3.planning.expert_plan import ExpertPlan, LayerPlan
 
 CORPORA = ("code", "prose")

@@ -7,14 +7,14 @@ from typing import Any
 from made_evaluations import ABOUT, made_evaluation
 from small_builds import BITS, COUNTS, HIGH_COUNTS, scrambled, write_source
 
+from kimi_k3.answers.generation_report import Generation, GRow, SettingRows
 from kimi_k3.build.layer_stream import folder_fingerprint
 from kimi_k3.conversion.convert import convert
-from kimi_k3.evaluate.evaluation import Evaluation
-from kimi_k3.evaluate.generation_report import Generation, GRow, SettingRows
-from kimi_k3.evaluate.report_facts import BuildFacts
-from kimi_k3.evaluate.statistics import Estimate
-from kimi_k3.evaluate.summary import Summary
+from kimi_k3.evaluation.evaluation import Evaluation
+from kimi_k3.evaluation.statistics import Estimate
+from kimi_k3.evaluation.summary import Summary
 from kimi_k3.folder_check import open_folder
+from kimi_k3.reporting.report_facts import BuildFacts
 
 PLAN = scrambled(COUNTS, HIGH_COUNTS, bits=BITS)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from kimi_k3.evaluate.evaluation import Evaluation
-from kimi_k3.evaluate.spans import SPANS
+from kimi_k3.evaluation.evaluation import Evaluation
+from kimi_k3.evaluation.spans import SPANS
 
 ABOUT = {
     "direction": "KL(teacher || build)",

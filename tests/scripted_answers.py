@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from kimi_k3.answers.loops import Token
 from kimi_k3.build.samples import load_tokenizer
-from kimi_k3.evaluate.loops import Token
 from kimi_k3.nano import NANO_FOLDER
 
 ROOT = Path(__file__).parent.parent

@@ -6,11 +6,11 @@ import pytest
 from mlx_lm.tool_parsers.kimi_k3 import parse_tool_call
 from scripted_answers import TOKENIZER, ids_of, marked
 
+from kimi_k3.answers.drift import drifts, prose
+from kimi_k3.answers.generation_sections import TEXT, Markers, Section
+from kimi_k3.answers.stops import Stop, stop_of
+from kimi_k3.answers.tool_calls import ToolCalls, ToolChecker, tool_calls_of
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.drift import drifts, prose
-from kimi_k3.evaluate.generation_sections import TEXT, Markers, Section
-from kimi_k3.evaluate.stops import Stop, stop_of
-from kimi_k3.evaluate.tool_calls import ToolCalls, ToolChecker, tool_calls_of
 
 MARKERS = Markers(TOKENIZER)
 TOOLS = [

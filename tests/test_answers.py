@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kimi_k3.answers.answers import FILE_NAME, Answer, AnswerFile
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.answers import FILE_NAME, Answer, AnswerFile
 
 ONE = Answer(
     corpus="chat",

@@ -18,17 +18,17 @@ from judged_build import (
 )
 
 import kimi_k3
+from kimi_k3.answers.generation_measures import MEASURES
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.card import CardContent, card, card_text
-from kimi_k3.evaluate.card_markdown import plain
-from kimi_k3.evaluate.generation_measures import MEASURES
-from kimi_k3.evaluate.report_answers import Answers
-from kimi_k3.evaluate.report_facts import BuildFacts
-from kimi_k3.evaluate.report_results import Benchmark, Judged
-from kimi_k3.evaluate.statistics import Estimate
-from kimi_k3.evaluate.summary import ESTIMATES, Row
+from kimi_k3.evaluation.statistics import Estimate
+from kimi_k3.evaluation.summary import ESTIMATES, Row
 from kimi_k3.nano import NANO_FOLDER
+from kimi_k3.reporting.card import CardContent, card, card_text
+from kimi_k3.reporting.card_markdown import plain
+from kimi_k3.reporting.report_answers import Answers
+from kimi_k3.reporting.report_facts import BuildFacts
+from kimi_k3.reporting.report_results import Benchmark, Judged
 
 #: Digits that words may hold: names, file names, and the bounds that measures are named
 #: by.
@@ -241,7 +241,7 @@ def words_of(module: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", PROSE)
 def test_words_hold_no_numbers(name: str):
-    module = Path(kimi_k3.__file__).parent / "evaluate" / f"{name}.py"
+    module = Path(kimi_k3.__file__).parent / "reporting" / f"{name}.py"
     words = [NAMES.sub("", text) for text in words_of(module)]
     assert words
     assert [text for text in words if re.search(r"\d", text)] == []

@@ -12,10 +12,10 @@ from made_evaluations import ABOUT, in_order, made_evaluation
 
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.comparison import DIFFERENCES, Comparison, excludes_zero
-from kimi_k3.evaluate.evaluation import GROUPINGS, Evaluation
-from kimi_k3.evaluate.statistics import Bootstrap, Estimate
-from kimi_k3.evaluate.summary import Row, Summary
+from kimi_k3.evaluation.comparison import DIFFERENCES, Comparison, excludes_zero
+from kimi_k3.evaluation.evaluation import GROUPINGS, Evaluation
+from kimi_k3.evaluation.statistics import Bootstrap, Estimate
+from kimi_k3.evaluation.summary import Row, Summary
 
 
 def looped(a: Evaluation, b: Evaluation, weights: np.ndarray) -> dict[str, float]:

@@ -10,14 +10,14 @@ import pytest
 from huggingface_hub import ModelCard
 from judged_build import make_build, save_benchmark, save_evaluation, save_generation
 
+from kimi_k3.answers.generation_prompts import read_prompts
 from kimi_k3.build.samples import load_tokenizer
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError, MissingPackageError
-from kimi_k3.evaluate.generation_prompts import read_prompts
-from kimi_k3.evaluate.report_facts import BuildFacts
 from kimi_k3.nano import NANO_FOLDER, demo_report
 from kimi_k3.nano.cache import DemoFolders
 from kimi_k3.nano.demo_report import QUESTIONS, report_demo
+from kimi_k3.reporting.report_facts import BuildFacts
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import numpy as np
 import oracle_divergence as oracle
 import pytest
 
-from kimi_k3.evaluate import divergence as module
-from kimi_k3.evaluate.divergence import Divergences, divergences, kl_divergence
+from kimi_k3.evaluation import divergence as module
+from kimi_k3.evaluation.divergence import Divergences, divergences, kl_divergence
 
 #: Relative error of a KL, and absolute error, in nats, of a log-likelihood up to 20.
 KL, NLL = 1e-5, 4e-6

@@ -12,11 +12,11 @@ from loading import load_float32
 
 import kimi_k3
 from kimi_k3.build.samples import Samples, load_tokenizer
-from kimi_k3.evaluate import judging
-from kimi_k3.evaluate.evaluate import compare, evaluate, make_teacher
-from kimi_k3.evaluate.evaluation import Evaluation
-from kimi_k3.evaluate.final_states import FinalStates
-from kimi_k3.evaluate.scored import Scored
+from kimi_k3.evaluation import judging
+from kimi_k3.evaluation.evaluate import compare, evaluate, make_teacher
+from kimi_k3.evaluation.evaluation import Evaluation
+from kimi_k3.evaluation.final_states import FinalStates
+from kimi_k3.evaluation.scored import Scored
 
 NUMBERS = ("kl", "teacher_nll", "build_nll")
 

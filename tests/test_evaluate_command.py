@@ -15,9 +15,9 @@ from fresh_python import environment_with, installed_command
 
 from kimi_k3.build.calibration_run import Progress
 from kimi_k3.cli import build_parser, main
-from kimi_k3.evaluate.evaluate import evaluate
-from kimi_k3.evaluate.evaluation import Evaluation
-from kimi_k3.evaluate.summary import Summary
+from kimi_k3.evaluation.evaluate import evaluate
+from kimi_k3.evaluation.evaluation import Evaluation
+from kimi_k3.evaluation.summary import Summary
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.verbs.streaming_options import StreamingLines
 

@@ -30,8 +30,8 @@ from kimi_k3.errors import (
     OverlapError,
     SamplesError,
 )
-from kimi_k3.evaluate.evaluate import evaluate, make_teacher
-from kimi_k3.evaluate.head import Head
+from kimi_k3.evaluation.evaluate import evaluate, make_teacher
+from kimi_k3.evaluation.head import Head
 from kimi_k3.planning.expert_plan import ExpertPlan
 
 
@@ -434,7 +434,7 @@ def test_what_a_reader_must_know_is_told(
     assert "conversion" not in config
     evaluate(tmp_path / "foreign", teacher, tmp_path / "b", tell=said.append)
     assert said[-1] == "the build was not converted from this teacher's checkpoint."
-    monkeypatch.setattr("kimi_k3.evaluate.states_run.version", lambda name: "9.9")
+    monkeypatch.setattr("kimi_k3.evaluation.states_run.version", lambda name: "9.9")
     evaluate(case.build, teacher, tmp_path / "c", tell=said.append)
     assert said[-1] == (
         f"teacher and build were not computed alike (mlx: '{version('mlx')}' and '9.9')."

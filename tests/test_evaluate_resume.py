@@ -18,9 +18,9 @@ from fresh_python import environment_with
 from kimi_k3.build.calibration_run import Progress
 from kimi_k3.build.row_file import RowFile
 from kimi_k3.errors import EvaluationError, KimiK3Error
-from kimi_k3.evaluate import evaluate as module
-from kimi_k3.evaluate.evaluate import evaluate, make_teacher
-from kimi_k3.evaluate.evaluation import Evaluation
+from kimi_k3.evaluation import evaluate as module
+from kimi_k3.evaluation.evaluate import evaluate, make_teacher
+from kimi_k3.evaluation.evaluation import Evaluation
 
 PROGRAM = Path(__file__).parent / "programs" / "evaluate_and_die.py"
 

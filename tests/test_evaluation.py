@@ -10,9 +10,9 @@ import pytest
 from made_evaluations import made_evaluation
 
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.evaluation import Evaluation, is_evaluation
-from kimi_k3.evaluate.sealed_json import read_json, write_json
-from kimi_k3.evaluate.spans import SPANS
+from kimi_k3.evaluation.evaluation import Evaluation, is_evaluation
+from kimi_k3.evaluation.sealed_json import read_json, write_json
+from kimi_k3.evaluation.spans import SPANS
 
 MADE = made_evaluation(documents=6)
 

@@ -14,10 +14,10 @@ from loading import load_float32
 from tiny_k3 import write_t1, write_t2
 
 from kimi_k3.errors import EvaluationError, NotFiniteError
-from kimi_k3.evaluate import head as head_module
-from kimi_k3.evaluate.final_states import FinalStates
-from kimi_k3.evaluate.head import Head
-from kimi_k3.evaluate.states_run import Run
+from kimi_k3.evaluation import head as head_module
+from kimi_k3.evaluation.final_states import FinalStates
+from kimi_k3.evaluation.head import Head
+from kimi_k3.evaluation.states_run import Run
 
 #: Against expected files, and against the same model in the same arithmetic.
 EXPECTED, LOGITS = 3e-4, 1e-5

@@ -18,16 +18,16 @@ from scripted_answers import (
     write_chats,
 )
 
+from kimi_k3.answers import generation as module
+from kimi_k3.answers.answers import FILE_NAME as ANSWERS
+from kimi_k3.answers.answers import AnswerFile
+from kimi_k3.answers.generation import generation, refuse_too_large, values_digest
+from kimi_k3.answers.generation_prompts import read_prompts
+from kimi_k3.answers.generation_report import FILE_NAME, Generation
+from kimi_k3.answers.generation_run import seed_of
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError, MissingPackageError
-from kimi_k3.evaluate import generation as module
-from kimi_k3.evaluate.answers import FILE_NAME as ANSWERS
-from kimi_k3.evaluate.answers import AnswerFile
-from kimi_k3.evaluate.generation import generation, refuse_too_large, values_digest
-from kimi_k3.evaluate.generation_prompts import read_prompts
-from kimi_k3.evaluate.generation_report import FILE_NAME, Generation
-from kimi_k3.evaluate.generation_run import seed_of
-from kimi_k3.evaluate.statistics import Bootstrap
+from kimi_k3.evaluation.statistics import Bootstrap
 from kimi_k3.folder_check import open_folder
 from kimi_k3.machine.hardware import read_machine
 from kimi_k3.nano import NANO_FOLDER

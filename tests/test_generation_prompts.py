@@ -8,8 +8,8 @@ import pytest
 from scripted_answers import TOKENIZER, conversation, ids_of, write_chats
 from small_mix import SMALL, mix_of
 
+from kimi_k3.answers.generation_prompts import Prompts, read_prompts
 from kimi_k3.errors import EvaluationError, MixError, SamplesError
-from kimi_k3.evaluate.generation_prompts import Prompts, read_prompts
 
 TOOL = {"name": "price", "parameters": {"type": "object"}}
 CALL = {"id": "1", "function": {"name": "price", "arguments": "{}"}}

@@ -14,7 +14,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = (
     ("cli", "__main__"),
     ("verbs",),
-    ("run", "build", "planning", "conversion", "evaluate", "nano", "machine"),
+    ("run", "nano"),
+    ("reporting",),
+    ("answers",),
+    ("evaluation",),
+    ("build", "planning", "conversion", "machine"),
     ("loading", "folder_check"),
     ("tokenizer", "models"),
     ("checkpoint", "config"),

@@ -26,8 +26,8 @@ from mlx_lm.perplexity import eval_ppl, load_data
 
 from kimi_k3.build.sample_rows import Samples, tokenizer_fingerprint
 from kimi_k3.build.samples import load_tokenizer
-from kimi_k3.evaluate.evaluate import evaluate
-from kimi_k3.evaluate.summary import Summary
+from kimi_k3.evaluation.evaluate import evaluate
+from kimi_k3.evaluation.summary import Summary
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.nano.cache import demo_folders
 

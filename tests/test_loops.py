@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 from scripted_answers import ROOT, ids_of, looping, sample_texts, tokens_of
 
-from kimi_k3.evaluate import loops
-from kimi_k3.evaluate.loops import (
+from kimi_k3.answers import loops
+from kimi_k3.answers.loops import (
     Enough,
     Kind,
     Loop,

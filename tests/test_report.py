@@ -14,14 +14,14 @@ from saliency_tables import small_table
 from kimi_k3.checkpoint.headers import read_header
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError, MissingPackageError
-from kimi_k3.evaluate.report import PAGE, report
-from kimi_k3.evaluate.report_facts import BuildFacts
-from kimi_k3.evaluate.report_html import Html, element, page
-from kimi_k3.evaluate.report_results import load_judged
-from kimi_k3.evaluate.summary import Summary
+from kimi_k3.evaluation.summary import Summary
 from kimi_k3.loading import load
 from kimi_k3.machine.bench import bytes_per_token
 from kimi_k3.nano import NANO_FOLDER
+from kimi_k3.reporting.report import PAGE, report
+from kimi_k3.reporting.report_facts import BuildFacts
+from kimi_k3.reporting.report_html import Html, element, page
+from kimi_k3.reporting.report_results import load_judged
 
 #: Elements that have no end tag.
 VOID = ("meta", "img", "br", "wbr")

@@ -10,9 +10,9 @@ from tokenizer_folders import write_tk
 
 from kimi_k3.build.samples import Samples, load_tokenizer
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.languages import language_of
-from kimi_k3.evaluate.scored import Scored
-from kimi_k3.evaluate.spans import spans_of
+from kimi_k3.evaluation.languages import language_of
+from kimi_k3.evaluation.scored import Scored
+from kimi_k3.evaluation.spans import spans_of
 
 
 @pytest.fixture(scope="module")

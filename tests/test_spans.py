@@ -8,7 +8,7 @@ import pytest
 from conversations import INJECTION, WEATHER, assistant, call, system, tool, user
 from tokenizer_folders import load_tk
 
-from kimi_k3.evaluate.spans import SPANS, spans_of
+from kimi_k3.evaluation.spans import SPANS, spans_of
 from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
 
 #: Text and span, one after the other.

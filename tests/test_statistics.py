@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate import statistics
-from kimi_k3.evaluate.statistics import Bootstrap, Estimate, interval, ratios
+from kimi_k3.evaluation import statistics
+from kimi_k3.evaluation.statistics import Bootstrap, Estimate, interval, ratios
 
 
 def drawn_documents(counts: list[int], draws: int, seed: int) -> list[list[np.ndarray]]:

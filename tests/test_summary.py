@@ -9,10 +9,10 @@ import pytest
 from made_evaluations import in_order, made_evaluation
 
 from kimi_k3.errors import EvaluationError
-from kimi_k3.evaluate.evaluation import GROUPINGS, Evaluation
-from kimi_k3.evaluate.statistics import Bootstrap, Estimate
-from kimi_k3.evaluate.summary import ESTIMATES, Row, Summary
-from kimi_k3.evaluate.summary_text import number_text
+from kimi_k3.evaluation.evaluation import GROUPINGS, Evaluation
+from kimi_k3.evaluation.statistics import Bootstrap, Estimate
+from kimi_k3.evaluation.summary import ESTIMATES, Row, Summary
+from kimi_k3.evaluation.summary_text import number_text
 
 DRAWS = 40
 

@@ -9,7 +9,7 @@ from evaluation_cases import samples_for
 
 from kimi_k3.build.layer_stream import LayerStream
 from kimi_k3.cli import main
-from kimi_k3.evaluate.evaluate import make_teacher
+from kimi_k3.evaluation.evaluate import make_teacher
 from kimi_k3.nano import NANO_FOLDER
 
 

@@ -13,8 +13,8 @@ from kimi_k3.build import mix_file
 from kimi_k3.build.mix_file import find_mix
 from kimi_k3.build.samples import load_tokenizer, make_samples, make_samples_and_report
 from kimi_k3.errors import SamplesError
-from kimi_k3.evaluate.scored import Scored
-from kimi_k3.evaluate.spans import SPANS, spans_of
+from kimi_k3.evaluation.scored import Scored
+from kimi_k3.evaluation.spans import SPANS, spans_of
 from kimi_k3.nano import NANO_FOLDER
 
 FOLDER = mix_file.WITH_TEXTS

@@ -24,7 +24,7 @@ from .mix import Chats, Corpus, Dataset, Files, JsonLines, Mix, Scalar, Source
 SHIPPED = Path(__file__).parent / "mixes"
 
 #: Mixes whose texts come with them.
-WITH_TEXTS = Path(__file__).parents[1] / "evaluate" / "traces"
+WITH_TEXTS = Path(__file__).parents[1] / "evaluation" / "traces"
 
 
 def read_mix(path: str | Path) -> Mix:

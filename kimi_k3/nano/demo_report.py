@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..answers.generation import generation
+from ..answers.tool_calls import ToolChecker
 from ..build.calibration_run import Progress
 from ..build.mix_file import find_mix
 from ..build.pictures import require_matplotlib
 from ..build.samples import make_samples
 from ..conversion.durable_files import write_durably
 from ..errors import EvaluationError
-from ..evaluate.card import card
-from ..evaluate.evaluate import evaluate, make_teacher
-from ..evaluate.generation import generation
-from ..evaluate.report import report
-from ..evaluate.summary import Summary
-from ..evaluate.tool_calls import ToolChecker
+from ..evaluation.evaluate import evaluate, make_teacher
+from ..evaluation.summary import Summary
 from ..machine.bench import bench
+from ..reporting.card import card
+from ..reporting.report import report
 from .cache import DemoFolders, demo_folders
 
 #: Conversations to judge by, shipped with the package, and how much of them: enough for

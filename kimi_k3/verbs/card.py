@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..evaluate.card import card
+    from ..reporting.card import card
 
     file = card(
         options.build,

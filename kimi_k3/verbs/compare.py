@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..evaluate.comparison import Comparison
-    from ..evaluate.evaluation import Evaluation
-    from ..evaluate.statistics import DRAWS
+    from ..evaluation.comparison import Comparison
+    from ..evaluation.evaluation import Evaluation
+    from ..evaluation.statistics import DRAWS
 
     if options.seed < 0:
         raise EvaluationError(f"--seed is {options.seed}; give 0 or more.")

@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
             raise EvaluationError(f"name {name}; --help shows examples.")
     settings = streaming_settings(options)
     prepare_environment()
-    from ..evaluate.evaluate import evaluate
-    from ..evaluate.summary import Summary
+    from ..evaluation.evaluate import evaluate
+    from ..evaluation.summary import Summary
 
     lines = StreamingLines()
     try:

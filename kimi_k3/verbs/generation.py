@@ -11,7 +11,7 @@ from .progress_lines import ProgressLines, duration_text
 from .verb import Verb
 
 if TYPE_CHECKING:
-    from ..evaluate.generation import Progress
+    from ..answers.generation import Progress
 
 _SETTINGS = {
     "greedy": ("greedy",),
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     # What transformers says about a missing PyTorch has no meaning here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from ..evaluate.generation import generation
+    from ..answers.generation import generation
 
     lines = _Lines()
     names = ("answers", "max_tokens", "limit", "prompt_tokens")

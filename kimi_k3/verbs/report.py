@@ -43,7 +43,7 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..evaluate.report import report
+    from ..reporting.report import report
 
     page = report(
         options.build,

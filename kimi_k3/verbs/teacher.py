@@ -17,8 +17,8 @@ from .streaming_options import (
 from .verb import Verb
 
 if TYPE_CHECKING:
-    from ..evaluate.final_states import FinalStates
-    from ..evaluate.teacher_cost import TeacherCost
+    from ..evaluation.final_states import FinalStates
+    from ..evaluation.teacher_cost import TeacherCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     settings = streaming_settings(options)
     settings["float32"] = bool(settings["float32"])
     prepare_environment()
-    from ..evaluate.evaluate import make_teacher
+    from ..evaluation.evaluate import make_teacher
 
     lines = StreamingLines()
     try:
@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
 def cost_of(options: argparse.Namespace) -> "TeacherCost":
     """What a teacher as ``options`` say would take."""
     from ..build.calibration_cost import SPEEDS, Speed
-    from ..evaluate.states_run import HELD_SHARE
-    from ..evaluate.teacher_cost import teacher_cost
+    from ..evaluation.states_run import HELD_SHARE
+    from ..evaluation.teacher_cost import teacher_cost
     from ..machine.hardware import read_machine
     from .calibrate_dry_run import DEFAULT_MIX, config_of, shape_of
 

@@ -21,7 +21,7 @@ import numpy as np
 from kimi_k3.build.row_file import RowFile
 from kimi_k3.build.samples import Samples
 from kimi_k3.errors import KimiK3Error
-from kimi_k3.evaluate.evaluate import evaluate
+from kimi_k3.evaluation.evaluate import evaluate
 
 #: What reaches the disk: states, head, arrays of archives, and what makes them count.
 OPERATIONS: tuple[tuple[Any, str], ...] = (

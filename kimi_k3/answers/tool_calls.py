@@ -1,0 +1,140 @@
+"""Tool calls of an answer, as the host that serves the build would get them.
+
+The text between ``tools`` tags goes through the parser that mlx-lm found for the
+tokenizer, as in its server; then a call's name must be one of the tools that the prompt
+offered, and its arguments must satisfy that tool's JSON schema. Of the calls that an
+answer began, n,
+
+    parses = (calls that the host gives) / n
+    known  = (those of an offered tool) / n
+    valid  = (those whose arguments satisfy its schema) / n
+
+so each is part of the one before. A section without a call counts as one that fails.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import EvaluationError, MissingPackageError
+from .generation_sections import TOOLS, Markers, Section
+
+#: The host's parser: text of a section and the offered tools → a call, or several.
+Parser = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """Calls of one answer: how many it began, and how many of them are how good."""
+
+    began: int = 0
+    parsed: int = 0
+    known: int = 0
+    valid: int = 0
+
+
+class ToolChecker:
+    """Judges calls by the tools that a prompt offers, a list as chat APIs take it.
+
+    Raises EvaluationError for tools that nothing can be judged by, MissingPackageError
+    without jsonschema.
+    """
+
+    def __init__(self, tools: Sequence[Any], where: str):
+        self._validators = {}
+        for tool in tools:
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+            name, schema = function.get("name"), function.get("parameters") or {}
+            if not isinstance(name, str) or not isinstance(schema, Mapping):
+                raise EvaluationError(
+                    f"{where} offers {json.dumps(tool)[:80]}, which is no tool with a "
+                    "name and a schema of its parameters; mend or remove it."
+                )
+            self._validators[name] = _validator(schema, f"{where}, tool {name!r}")
+
+    def knows(self, name: Any) -> bool:
+        return name in self._validators
+
+    def accepts(self, name: str, arguments: Any) -> bool:
+        """Whether ``arguments``, an object or its JSON, are as the tool wants them."""
+        from referencing.exceptions import Unresolvable
+
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return False
+        try:
+            return isinstance(arguments, dict) and self._validators[name].is_valid(
+                arguments
+            )
+        except Unresolvable:
+            return False
+
+
+def tool_calls_of(
+    sections: Sequence[Section],
+    markers: Markers,
+    decode: Callable[[list[int]], str],
+    parser: Parser | None,
+    tools: Sequence[Any],
+    checker: ToolChecker,
+) -> ToolCalls:
+    """What the ``tools`` sections of an answer hold; ``parser`` None gets nothing."""
+    began = parsed = known = valid = 0
+    for section in sections:
+        if section.name != TOOLS:
+            continue
+        attempts = max(1, _calls_begun(section.ids, markers))
+        calls = _parse(parser, decode(section.ids), tools)[:attempts]
+        began += attempts
+        parsed += len(calls)
+        good = [call for call in calls if checker.knows(call.get("name"))]
+        known += len(good)
+        valid += sum(checker.accepts(c["name"], c.get("arguments")) for c in good)
+    return ToolCalls(began, parsed, known, valid)
+
+
+def _calls_begun(ids: Sequence[int], markers: Markers) -> int:
+    tags = (
+        markers.tag_at(ids, place)
+        for place, token in enumerate(ids)
+        if token == markers.open
+    )
+    return sum(tag is not None and tag[0] == "call" for tag in tags)
+
+
+def _parse(parser: Parser | None, text: str, tools: Sequence[Any]) -> list[Any]:
+    if parser is None:
+        return []
+    try:
+        calls = parser(text, list(tools))
+    except Exception:
+        # Whatever the host's parser stumbles over, its user gets no call.
+        return []
+    calls = calls if isinstance(calls, list) else [calls]
+    return [call for call in calls if isinstance(call, dict)]
+
+
+def _validator(schema: Mapping[str, Any], where: str) -> Any:
+    try:
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError as missing:
+        raise MissingPackageError(
+            "judging tool calls by their schemas needs jsonschema, which is not "
+            "installed. Run: pip install 'kimi-k3-mlx[evaluate]'"
+        ) from missing
+    schema = dict(schema)
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise EvaluationError(
+            f"{where}: its parameters are no JSON schema: {error.message}. Mend it."
+        ) from error
+    # An empty registry: nothing that a schema names is fetched from anywhere.
+    return kind(schema, registry=Registry())

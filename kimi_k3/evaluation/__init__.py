@@ -1,0 +1,1 @@
+"""How far a build is from its source: divergence, perplexity, and their intervals."""

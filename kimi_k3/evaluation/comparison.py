@@ -1,0 +1,207 @@
+"""Comparison: what lies between two builds that the same teacher judged.
+
+Differences are paired: each draw takes the same documents for both, so that what makes a
+document hard for both does not count as uncertainty.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import EvaluationError
+from .evaluation import GROUPINGS, Evaluation
+from .statistics import DRAWS, LEVEL, SEED, Bootstrap, Estimate, interval, ratios
+from .summary import Row
+
+#: Names of estimates, and what they are, for builds A and B. Of a group where A has no
+#: KL there is no "kl_ratio".
+DIFFERENCES = {
+    "kl": "mean KL of B less that of A, nats a token",
+    "kl_ratio": "mean KL of B over that of A",
+    "log_ppl": "log perplexity of B less that of A, nats a token",
+    "agreement": "top token as the teacher's: share of B less share of A",
+}
+
+#: What two evaluations must share to be compared, and what merely changes roundings.
+_SHARED = ("checkpoint", "samples", "tokenizer", "dtype")
+_ROUNDINGS = ("rows_per_step", "tool", "mlx", "device")
+
+_WORDS = {
+    "checkpoint": "another teacher",
+    "samples": "other samples",
+    "tokenizer": "another tokenizer",
+    "dtype": "another type to compute in",
+}
+
+_ARRAYS = ("corpus", "document", "span", "language", "position")
+
+#: Sums of a group, in the order of their columns.
+_SUMS = ("tokens", "kl_a", "kl_b", "nll_a", "nll_b", "agrees_a", "agrees_b")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What build B is beside build A.
+
+    Attributes:
+        teacher: of both.
+        a, b: the builds, as ``about["build"]`` of their evaluations.
+        notes: what makes the comparison less sure than its intervals.
+        level, draws, seed: as in :class:`~kimi_k3.evaluation.summary.Summary`.
+        overall, groups: as there, with :data:`DIFFERENCES` as estimates.
+    """
+
+    teacher: Mapping[str, Any]
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    notes: tuple[str, ...]
+    level: float
+    draws: int
+    seed: int
+    overall: Row
+    groups: Mapping[str, Mapping[str, Row]]
+
+    @classmethod
+    def of(
+        cls, a: Evaluation, b: Evaluation, draws: int = DRAWS, seed: int = SEED
+    ) -> "Comparison":
+        """Compare ``b`` with ``a``.
+
+        Raises EvaluationError, naming what differs, unless the same teacher judged both
+        by the same predictions, computed in the same type.
+        """
+        _refuse_others(a, b)
+        bootstrap = Bootstrap(a.document, a.corpus, draws, seed)
+        masks = [("", "", np.ones(len(a.kl), bool))] + [
+            (grouping, name, which)
+            for grouping in GROUPINGS
+            for name, which in a.groups(grouping).items()
+        ]
+        totals = [_totals(a, b, bootstrap, which) for *_, which in masks]
+        drawn = bootstrap.drawn(np.concatenate(totals, axis=1))
+        rows: dict[str, dict[str, Row]] = {}
+        for number, (grouping, name, _) in enumerate(masks):
+            part = slice(number * len(_SUMS), (number + 1) * len(_SUMS))
+            mine = totals[number]
+            varies = bootstrap.varies(mine[:, 0])
+            rows.setdefault(grouping, {})[name] = Row(
+                tokens=int(mine[:, 0].sum()),
+                documents=int((mine[:, 0] > 0).sum()),
+                estimates=_estimates(mine, drawn[:, part] if varies else None),
+            )
+        overall = rows.pop("")[""]
+        return cls(
+            teacher=dict(a.about.get("teacher", {})),
+            a=dict(a.about.get("build", {})),
+            b=dict(b.about.get("build", {})),
+            notes=_notes(a, b),
+            level=LEVEL,
+            draws=draws,
+            seed=seed,
+            overall=overall,
+            groups=rows,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "teacher": dict(self.teacher),
+            "a": dict(self.a),
+            "b": dict(self.b),
+            "notes": list(self.notes),
+            "level": self.level,
+            "draws": self.draws,
+            "seed": self.seed,
+            "overall": self.overall.to_dict(),
+            "groups": {
+                grouping: {name: row.to_dict() for name, row in rows.items()}
+                for grouping, rows in self.groups.items()
+            },
+        }
+
+    def text(self) -> str:
+        """Tables and a verdict for a terminal of 80 columns."""
+        from .comparison_text import comparison_text
+
+        return comparison_text(self)
+
+
+def excludes_zero(estimate: Estimate) -> bool | None:
+    """Whether 0 lies outside the interval; None without one."""
+    if estimate.low is None or estimate.high is None:
+        return None
+    return estimate.low > 0 or estimate.high < 0
+
+
+def _refuse_others(a: Evaluation, b: Evaluation) -> None:
+    differ = []
+    mine, theirs = (one.about.get("teacher", {}) for one in (a, b))
+    builds = [one.about.get("build", {}) for one in (a, b)]
+    for key in _SHARED:
+        if mine.get(key) != theirs.get(key):
+            shown = (str(side.get(key, "unknown"))[:12] for side in (mine, theirs))
+            differ.append(f"{_WORDS[key]} ({' and '.join(shown)})")
+    if builds[0].get("dtype") != builds[1].get("dtype"):
+        shown = (str(side.get("dtype", "unknown")) for side in builds)
+        differ.append(f"builds computed in another type ({' and '.join(shown)})")
+    directions = [one.about.get("direction") for one in (a, b)]
+    if directions[0] != directions[1]:
+        differ.append(f"another direction ({' and '.join(map(str, directions))})")
+    if not differ:
+        same = a.corpora == b.corpora and a.languages == b.languages
+        same = same and all(
+            np.array_equal(getattr(a, name), getattr(b, name)) for name in _ARRAYS
+        )
+        differ = [] if same else ["other predictions"]
+    if differ:
+        raise EvaluationError(
+            f"these evaluations cannot be compared: {'; '.join(differ)}. Judge both "
+            "builds by one teacher: `kimi-k3 teacher`, then `kimi-k3 evaluate BUILD "
+            "--against TEACHER`."
+        )
+
+
+def _notes(a: Evaluation, b: Evaluation) -> tuple[str, ...]:
+    notes = []
+    for side in ("teacher", "build"):
+        mine, theirs = (one.about.get(side, {}) for one in (a, b))
+        for key in _ROUNDINGS:
+            if mine.get(key) != theirs.get(key):
+                notes.append(
+                    f"{side}: {key} was {mine.get(key)} for A and {theirs.get(key)} "
+                    "for B, which changes roundings"
+                )
+    apart = float(np.abs(a.teacher_nll - b.teacher_nll).max())
+    if apart:
+        notes.append(f"the teacher's own -log p differs by up to {apart:.1e} nats")
+    return tuple(notes)
+
+
+def _totals(
+    a: Evaluation, b: Evaluation, bootstrap: Bootstrap, which: np.ndarray
+) -> np.ndarray:
+    """Sums over ``which`` predictions of each document, (units, :data:`_SUMS`)."""
+    pairs = [(a.kl, b.kl), (a.build_nll, b.build_nll), (a.agrees, b.agrees)]
+    columns = [None, *(column for pair in pairs for column in pair)]
+    return np.stack([bootstrap.totals(column, which) for column in columns], axis=1)
+
+
+def _estimates(totals: np.ndarray, drawn: np.ndarray | None) -> dict[str, Estimate]:
+    values = _values(totals.sum(axis=0)[None])
+    known = {name: value[0] for name, value in values.items() if np.isfinite(value[0])}
+    if drawn is None:
+        return {name: Estimate(float(value)) for name, value in known.items()}
+    spread = _values(drawn)
+    return {name: interval(value, spread[name]) for name, value in known.items()}
+
+
+def _values(sums: np.ndarray) -> dict[str, np.ndarray]:
+    """Each of :data:`DIFFERENCES`, (·,), of sums (·, :data:`_SUMS`)."""
+    tokens, kl_a, kl_b, nll_a, nll_b, agrees_a, agrees_b = sums.T
+    return {
+        "kl": ratios(kl_b - kl_a, tokens),
+        "kl_ratio": ratios(kl_b, kl_a),
+        "log_ppl": ratios(nll_b - nll_a, tokens),
+        "agreement": ratios(agrees_b - agrees_a, tokens),
+    }

@@ -1,0 +1,1 @@
+"""Pages about a build, in which every number comes from a results file."""
