@@ -127,7 +127,20 @@ def collected(judged: list[Judged]) -> dict[str, Any]:
     }
     builds = [one.row for one in judged]
     found = {**analysed(judged), "rank_correlation": rank_correlations(builds)}
-    return {**about, **found, "builds": builds}
+    # What is predicted stays exact: the assertions are about it.
+    return {**about, **_rounded(found), "builds": [_rounded(row) for row in builds]}
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits of every figure but predictions."""
+    if isinstance(value, dict):
+        return {
+            k: v if k in ("predicted", "damage", "bound") else _rounded(v)
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

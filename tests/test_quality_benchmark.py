@@ -66,7 +66,7 @@ def test_goals_say_what_was_measured(result: dict[str, Any]) -> None:
     for row in result["goals"]:
         mine = kl[row["seed"], row["size"], budget]
         ratio = mine / kl[row["seed"], row["size"], row["plan"]]
-        assert row["ratio"]["value"] == pytest.approx(ratio, rel=1e-9)
+        assert row["ratio"]["value"] == pytest.approx(ratio, rel=2e-5)
         assert row["met"] == (row["ratio"]["value"] <= row["goal"])
 
 
