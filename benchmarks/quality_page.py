@@ -96,6 +96,24 @@ def goal_table(result: Result) -> str:
     return _table(heads, rows)
 
 
+def way_table(result: Result) -> str:
+    """How often budget's plans by each way reach the goals, over sizes and seeds."""
+    found = _sizes_of(result)
+    cases = sorted({(seed, size) for seed, size, _ in found})
+    rows = []
+    for way in CHOSEN_BY:
+        met = [0, 0, 0]
+        for seed, size in cases:
+            kl = {p: found[seed, size, p]["kl"]["value"] for p in FIXED}
+            mine = found[seed, size, f"budget by {way}"]["kl"]["value"]
+            met[0] += mine <= 0.8 * kl["graded"]
+            met[1] += mine <= 0.6 * kl["uniform"]
+            met[2] += mine <= min(kl.values())
+        rows.append([way, *(f"{count} of {len(cases)}" for count in met)])
+    heads = ("budget by", "0.8 of graded", "0.6 of uniform", "best rule")
+    return _table(heads, rows)
+
+
 def ratio_table(result: Result) -> str:
     """Ratios over all seeds."""
     rows = [
@@ -252,6 +270,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "run": run_table,
     "kl": kl_table,
     "goals": goal_table,
+    "ways": way_table,
     "ratios": ratio_table,
     "noise": noise_table,
     "domains": domain_table,
