@@ -21,10 +21,11 @@ from scripted_answers import (
 from kimi_k3.answers import generation as module
 from kimi_k3.answers.answers import FILE_NAME as ANSWERS
 from kimi_k3.answers.answers import AnswerFile
-from kimi_k3.answers.generation import generation, refuse_too_large, values_digest
+from kimi_k3.answers.generation import generation, refuse_too_large
 from kimi_k3.answers.generation_prompts import read_prompts
 from kimi_k3.answers.generation_report import FILE_NAME, Generation
 from kimi_k3.answers.generation_run import seed_of
+from kimi_k3.checkpoint.values_digest import values_digest
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError, MissingPackageError
 from kimi_k3.evaluation.statistics import Bootstrap

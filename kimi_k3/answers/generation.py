@@ -8,7 +8,6 @@ OUT/partial/           the lock while it runs
 Killed at any point it goes on with the answer it was at, to the same bytes.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from ..build.saliency import TOOL
 from ..build.sample_rows import tokenizer_fingerprint
 from ..build.samples import load_tokenizer
 from ..checkpoint.folder import Folder
+from ..checkpoint.values_digest import values_digest
 from ..errors import EvaluationError
 from ..evaluation.sealed_json import read_json, write_json
 from ..folder_check import open_folder
@@ -42,9 +42,6 @@ KIND, VERSION = "what was asked of a build", 1
 ANSWERS_A_PROMPT, MAX_TOKENS = 4, 1024
 
 _RESTART = "--restart discards what is there and starts over."
-
-#: Tensors of a shard, and bytes of each, by which builds of equal shapes are told apart.
-_LOOKED_AT, _BYTES = 64, 256
 
 
 @dataclass(frozen=True)
@@ -220,23 +217,6 @@ def refuse_too_large(folder: Folder, machine: Machine) -> None:
         "doctor` says whether the GPU can be given more; `kimi-k3 evaluate` judges "
         "builds of any size, layer by layer."
     )
-
-
-def values_digest(folder: Folder) -> str:
-    """A hash of the first values of some tensors of each shard, in hex.
-
-    Tells builds apart whose tensors have the same names, shapes and types.
-    """
-    found = hashlib.blake2b(digest_size=16)
-    for _, header in sorted(folder.headers.items()):
-        tensors = sorted(header.tensors.items())
-        step = max(1, len(tensors) // _LOOKED_AT)
-        with header.path.open("rb", buffering=0) as file:
-            for name, tensor in tensors[::step]:
-                file.seek(tensor.start)
-                found.update(name.encode())
-                found.update(file.read(min(_BYTES, tensor.nbytes)))
-    return found.hexdigest()
 
 
 def _answer_all(

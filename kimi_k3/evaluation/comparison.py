@@ -30,6 +30,7 @@ _ROUNDINGS = ("rows_per_step", "tool", "mlx", "device")
 
 _WORDS = {
     "checkpoint": "another teacher",
+    "values": "a teacher of other values",
     "samples": "other samples",
     "tokenizer": "another tokenizer",
     "dtype": "another type to compute in",

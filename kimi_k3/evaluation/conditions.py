@@ -8,6 +8,7 @@ FLOAT32, STORED = "float32", "stored"
 
 _WORDS = {
     "checkpoint": "the checkpoint's fingerprint",
+    "values": "the hash of some of the checkpoint's values",
     "samples": "the samples' fingerprint",
     "tokenizer": "the tokenizer's fingerprint",
     "dtype": "the type that is computed in",
@@ -26,7 +27,8 @@ class Conditions:
     """What the bits of final states depend on.
 
     Attributes:
-        checkpoint: fingerprint of the folder.
+        checkpoint: fingerprint of the folder: names, shapes and types.
+        values: hash of some stored values of it.
         samples: fingerprint of the tokens.
         tokenizer: fingerprint of the checkpoint's vocabulary and control tokens.
         dtype: "float32", or "stored" for what the checkpoint computes in.
@@ -35,6 +37,7 @@ class Conditions:
     """
 
     checkpoint: str
+    values: str
     samples: str
     tokenizer: str
     dtype: str

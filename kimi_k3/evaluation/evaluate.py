@@ -136,6 +136,11 @@ def evaluate(
     request = ""
     if ready is not None:
         chosen = samples_of_teacher(ready, samples, build, part)
+    elif not Path(against).expanduser().is_dir():
+        raise EvaluationError(
+            f"{against} is no folder; name the build's source, or a teacher of it, with "
+            "--against."
+        )
     elif samples is None:
         raise EvaluationError("name samples to judge by; only a teacher has its own.")
     else:

@@ -30,6 +30,7 @@ from ..build.streamed_pass import (
     run_layer,
     scratch_bytes,
 )
+from ..checkpoint.values_digest import values_digest
 from ..errors import DamagedScratchError, EvaluationError, NotFiniteError
 from ..machine.hardware import read_machine
 from .conditions import FLOAT32, STORED, Conditions
@@ -132,6 +133,7 @@ class Run:
             )
         return Conditions(
             checkpoint=self.stream.fingerprint,
+            values=values_digest(self.stream.folder),
             samples=self.samples.fingerprint,
             tokenizer=tokenizer,
             dtype=FLOAT32 if self.float32 else STORED,

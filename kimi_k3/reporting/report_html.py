@@ -48,7 +48,7 @@ def joined(children: Iterable[object]) -> Html:
 
 def page(title: str, description: str, body: Html) -> str:
     """A whole document that needs nothing from anywhere."""
-    style = resources.files("kimi_k3").joinpath("evaluate", "report.css")
+    style = resources.files("kimi_k3").joinpath("reporting", "report.css")
     head = element(
         "head",
         element("meta", charset="utf-8"),
