@@ -216,3 +216,10 @@ def test_estimates_come_back_from_plain_values():
     for wrong in ({"value": 1.0}, {"value": "x", "low": None, "high": None}):
         with pytest.raises(EvaluationError, match="no estimate"):
             Estimate.from_dict(wrong)
+
+
+@pytest.mark.parametrize(("documents", "there"), [(4, False), (5, True)])
+def test_a_handful_of_documents_has_no_interval(documents: int, there: bool):
+    bootstrap = Bootstrap(np.arange(documents), np.zeros(documents, int))
+    varies = bootstrap.varies(bootstrap.totals(None))
+    assert varies is there

@@ -63,6 +63,11 @@ class Estimate:
             raise EvaluationError(f"{content} is no estimate.") from error
 
 
+#: Documents that an interval needs: of two, half of all draws are the one or the other
+#: alone, and what lies between them is no measure of anything.
+LEAST = 5
+
+
 class Bootstrap:
     """Draws the documents of N predictions again and again, with replacement.
 
@@ -168,14 +173,14 @@ class Bootstrap:
     def varies(self, totals: np.ndarray) -> bool:
         """Whether draws tell how sure a mean over documents of ``totals`` (units,) is.
 
-        They do not if fewer than two documents have part in it, or one that is all of
-        its corpus: no draw could be without it.
+        They do not if fewer than :data:`LEAST` documents have part in it, or one that
+        is all of its corpus: no draw could be without it.
         """
         present = totals != 0
         alone = any(
             part.stop - part.start == 1 and present[part].any() for part in self._strata
         )
-        return int(present.sum()) > 1 and not alone
+        return int(present.sum()) >= LEAST and not alone
 
     def _weights(self, stratum: int, count: int) -> Iterator[tuple[slice, np.ndarray]]:
         """Which draws, and how often each of ``count`` documents counts, (·, count)."""
