@@ -239,3 +239,43 @@ def test_prose():
     assert prose("a `b` c ```d\ne``` f https://g.h/i j") == "a   c   f   j"
     assert prose("it's Bob's idea") == "it's Bob's idea"
     assert prose("x\n> y\nz") == "x\n \nz"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"properties": {"a": {"type": "number", "multipleOf": 0.01}}}, '{"a": 1e999}'),
+        ({"properties": {"a": {"multipleOf": 0.01}}}, '{"a": 1' + "0" * 400 + "}"),
+        ({"$ref": "#"}, '{"a": 1}'),
+        ({}, "[" * 100_000),
+    ],
+    ids=["infinite", "huge", "endless", "deep"],
+)
+def test_what_cannot_be_judged_is_not_valid(schema: dict[str, Any], arguments: str):
+    tool = {"function": {"name": "f", "parameters": schema}}
+    assert not ToolChecker([tool], "x").accepts("f", arguments)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        None,
+        "f",
+        {"name": "f", "parameters": {"$schema": ["x"]}},
+        {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/no"}}}},
+    ],
+    ids=["nothing", "text", "odd-schema", "dangling-reference"],
+)
+def test_tools_that_nothing_can_be_judged_by(function: Any):
+    with pytest.raises(EvaluationError, match="chats, line 3"):
+        ToolChecker([{"function": function}], "chats, line 3")
+
+
+def test_a_schema_may_refer_to_its_own_parts():
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "$defs": {"n": {"type": "number"}},
+    }
+    checker = ToolChecker([{"function": {"name": "f", "parameters": schema}}], "x")
+    assert checker.accepts("f", {"a": 1})
+    assert not checker.accepts("f", {"a": "1"})

@@ -32,6 +32,7 @@ from kimi_k3.errors import (
 )
 from kimi_k3.evaluation.evaluate import evaluate, make_teacher
 from kimi_k3.evaluation.head import Head
+from kimi_k3.evaluation.summary import Summary
 from kimi_k3.planning.expert_plan import ExpertPlan
 
 
@@ -471,3 +472,29 @@ def test_a_damaged_record_is_named(case: Case, teacher: Path, tmp_path: Path):
     edit_json(build / "config.json", lambda c: c["conversion"].pop("kept"))
     with pytest.raises(EvaluationError, match="conversion in config.json is not whole"):
         evaluate(build, teacher, tmp_path / "out")
+
+
+def test_a_strangers_summary_is_kept(case: Case, teacher: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "evaluation.json").write_text("mine")
+    with pytest.raises(EvaluationError, match=r"evaluation\.json, and no evaluation"):
+        evaluate(case.build, teacher, out)
+    assert (out / "evaluation.json").read_text() == "mine"
+
+
+def test_a_restart_leaves_no_old_summary(case: Case, teacher: Path, tmp_path: Path):
+    found = evaluate(case.build, teacher, tmp_path / "out")
+    Summary.of(found, draws=2).save(tmp_path / "out")
+    evaluate(case.build, teacher, tmp_path / "out", restart=True)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_a_damaged_teacher_is_not_called_ready(case: Case, tmp_path: Path):
+    folder = tmp_path / "teacher"
+    make_teacher(case.source, case.samples, folder)
+    content = bytearray((folder / "final.bin").read_bytes())
+    content[5] ^= 1
+    (folder / "final.bin").write_bytes(content)
+    with pytest.raises(KimiK3Error, match=r"final\.bin"):
+        make_teacher(case.source, case.samples, folder)

@@ -128,7 +128,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, small: Samples):
         refused += 1
     assert refused > 30
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(SamplesError, match="is damaged or no kimi-k3 samples"):
+    with pytest.raises(SamplesError, match="is damaged, or not kimi-k3 samples"):
         Samples.load(path)
     with pytest.raises(SamplesError, match="is not there"):
         Samples.load(tmp_path / "other.npz")

@@ -23,6 +23,7 @@ from ..build.samples import load_tokenizer
 from ..checkpoint.folder import Folder
 from ..checkpoint.values_digest import values_digest
 from ..errors import EvaluationError
+from ..evaluation.checks import refuse_inside
 from ..evaluation.sealed_json import read_json, write_json
 from ..folder_check import open_folder
 from ..loading import load
@@ -139,6 +140,7 @@ def generation(
     Raises the KimiK3Error that says what is wrong, before the build is loaded.
     """
     out, folder = Path(out), open_folder(build)
+    refuse_inside(out, build=build)
     _check(answers, max_tokens, settings)
     machine = read_machine()
     tokenizer = load_tokenizer(folder.path)

@@ -197,12 +197,12 @@ def _open(what: Mix | str | Path, part: str) -> tuple[Mix, str]:
         raise EvaluationError(f"part is {part!r}; choose one of {', '.join(PARTS)}.")
     if isinstance(what, Mix):
         mix = what
-    elif Path(what).suffix == ".npz":
+    elif Path(what).suffix.lower() == ".npz":
         raise EvaluationError(
             f"{what} holds rows of tokens, in which no prompt can be told from its "
             "answer. Name the mix that it was made of, or a JSONL file of chats."
         )
-    elif Path(what).suffix == ".jsonl":
+    elif Path(what).suffix.lower() == ".jsonl":
         path = Path(what).expanduser().absolute()
         corpus = Corpus(path.stem, 1.0, Chats((str(path),)))
         # Rows are not made of it; these are the least that a mix may ask for.

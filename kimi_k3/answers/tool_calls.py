@@ -13,7 +13,7 @@ so each is part of the one before. A section without a call counts as one that f
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class ToolChecker:
         self._validators = {}
         for tool in tools:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+            if not isinstance(function, Mapping):
+                function = {}
             name, schema = function.get("name"), function.get("parameters") or {}
             if not isinstance(name, str) or not isinstance(schema, Mapping):
                 raise EvaluationError(
@@ -54,22 +56,19 @@ class ToolChecker:
             self._validators[name] = _validator(schema, f"{where}, tool {name!r}")
 
     def knows(self, name: Any) -> bool:
-        return name in self._validators
+        return isinstance(name, str) and name in self._validators
 
     def accepts(self, name: str, arguments: Any) -> bool:
         """Whether ``arguments``, an object or its JSON, are as the tool wants them."""
-        from referencing.exceptions import Unresolvable
-
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                return False
         try:
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
             return isinstance(arguments, dict) and self._validators[name].is_valid(
                 arguments
             )
-        except Unresolvable:
+        except Exception:
+            # What cannot be judged, such as a number too large or a schema that names
+            # itself, is no valid call; the other answers are still to be counted.
             return False
 
 
@@ -122,19 +121,41 @@ def _validator(schema: Mapping[str, Any], where: str) -> Any:
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
-        from referencing import Registry
+        from referencing import Registry, Resource
+        from referencing.exceptions import Unresolvable
+        from referencing.jsonschema import DRAFT202012
     except ImportError as missing:
         raise MissingPackageError(
             "judging tool calls by their schemas needs jsonschema, which is not "
             "installed. Run: pip install 'kimi-k3-mlx[evaluate]'"
         ) from missing
     schema = dict(schema)
-    kind = validator_for(schema, default=Draft202012Validator)
     try:
+        kind = validator_for(schema, default=Draft202012Validator)
         kind.check_schema(schema)
-    except SchemaError as error:
+        resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+        resolver = Registry().with_resource("", resource).resolver()
+        for reference in _inner_references(schema):
+            resolver.lookup(reference)
+    except (SchemaError, Unresolvable, TypeError, ValueError) as error:
+        told = error.message if isinstance(error, SchemaError) else str(error)
         raise EvaluationError(
-            f"{where}: its parameters are no JSON schema: {error.message}. Mend it."
+            f"{where}: its parameters are no JSON schema: {told}. Mend it."
         ) from error
     # An empty registry: nothing that a schema names is fetched from anywhere.
     return kind(schema, registry=Registry())
+
+
+def _inner_references(schema: Any) -> Iterator[str]:
+    """Every reference to another place of the same schema."""
+    if isinstance(schema, Mapping):
+        found = schema.get("$ref")
+        if "$id" in schema:
+            return  # another base: what it refers to is not found from here
+        if isinstance(found, str) and found.startswith("#"):
+            yield found
+        for inner in schema.values():
+            yield from _inner_references(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _inner_references(inner)

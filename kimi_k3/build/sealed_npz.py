@@ -98,7 +98,8 @@ def read_sealed(
         raise
     except _UNREADABLE as problem:
         raise error(
-            f"{path} is damaged or no {kind}: {problem or type(problem).__name__}. {remedy}"
+            f"{path} is damaged, or not {kind}: {problem or type(problem).__name__}. "
+            f"{remedy}"
         ) from problem
     found = arrays.pop(KIND, None)
     if found is None or str(found) != kind:

@@ -33,6 +33,7 @@ from .final_states import RESTART, FinalStates
 from .judging import DIRECTION, Judged, check_vocab, compare
 from .states_journal import discard, own_folder, writing
 from .states_run import ROWS_PER_STEP, Run
+from .summary import FILE_NAME as SUMMARY
 
 __all__ = ["DIRECTION", "compare", "discard_evaluation", "evaluate", "make_teacher"]
 
@@ -158,6 +159,11 @@ def evaluate(
     for remark in pair.remarks():
         tell(remark)
     with own_folder(out, (out / FILE_NAME,)):
+        if (out / SUMMARY).exists() and not (out / FILE_NAME).exists():
+            raise EvaluationError(
+                f"{out} holds {SUMMARY}, and no evaluation that it is of. Name another "
+                "folder, or move that file."
+            )
         if restart:
             discard_evaluation(out)
         done = pair.finished_in(out)
@@ -188,6 +194,7 @@ def discard_evaluation(out: Path) -> None:
     path = out / FILE_NAME
     if path.is_file() and is_evaluation(path):
         path.unlink()
+        (out / SUMMARY).unlink(missing_ok=True)
     if (out / BUILD).is_dir():
         _discard_build(out)
 

@@ -87,6 +87,9 @@ class Evaluation:
             array = array.copy()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
+        # In one order, whether it was just made or read back.
+        about = json.loads(json.dumps(dict(self.about), sort_keys=True))
+        object.__setattr__(self, "about", about)
         if not len(self.kl):
             raise EvaluationError(f"an evaluation of no predictions. {_REMEDY}")
         for name, names in (

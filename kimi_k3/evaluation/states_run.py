@@ -161,7 +161,9 @@ class Run:
             if restart:
                 discard(folder)
             refuse_other(folder, self.conditions)
-            if not FinalStates.exist(folder):
+            if FinalStates.exist(folder):
+                FinalStates.open(folder).check()
+            else:
                 for note in self.stream.notes:
                     tell(note)
                 with writing(folder):

@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import EvaluationError
 from .evaluation import GROUPINGS, Evaluation
 from .sealed_json import read_json, write_json
+from .states_journal import writing
 from .statistics import DRAWS, LEVEL, SEED, Bootstrap, Estimate, interval, ratios
 
 __all__ = ["ESTIMATES", "Estimate", "Row", "Summary"]
@@ -184,7 +185,8 @@ class Summary:
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder/evaluation.json``, whole or not at all."""
-        write_json(Path(folder) / FILE_NAME, KIND, VERSION, self.to_dict())
+        with writing(Path(folder)):
+            write_json(Path(folder) / FILE_NAME, KIND, VERSION, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> "Summary":
