@@ -2,7 +2,7 @@
 
 FOLDER/report.html, *.png    the report
 FOLDER/README.md             the model card of the copy
-FOLDER, in work/              teacher, evaluation, answers and speed; kept, so that a
+FOLDER, in work/             teacher, evaluation, answers and speed; kept, so that a
                              second run takes seconds and a stopped one goes on
 """
 
