@@ -124,6 +124,7 @@ def with_side(side: str, **changed: Any) -> Callable[[Evaluation], Evaluation]:
     ("change", "told"),
     [
         (with_side("teacher", checkpoint="x" * 64), "another teacher (tttt"),
+        (with_side("teacher", values="x" * 32), "a teacher of other values (unknown"),
         (with_side("teacher", samples="x" * 64), "other samples (ssss"),
         (with_side("teacher", tokenizer="x" * 64), "another tokenizer"),
         (

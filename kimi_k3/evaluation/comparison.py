@@ -24,17 +24,17 @@ DIFFERENCES = {
     "agreement": "top token as the teacher's: share of B less share of A",
 }
 
-#: What two evaluations must share to be compared, and what merely changes roundings.
-_SHARED = ("checkpoint", "samples", "tokenizer", "dtype")
-_ROUNDINGS = ("rows_per_step", "tool", "mlx", "device")
-
-_WORDS = {
+#: What must be the teacher's in two evaluations to compare them, and what it is called.
+SHARED = {
     "checkpoint": "another teacher",
     "values": "a teacher of other values",
     "samples": "other samples",
     "tokenizer": "another tokenizer",
     "dtype": "another type to compute in",
 }
+
+#: What merely changes roundings.
+_ROUNDINGS = ("rows_per_step", "tool", "mlx", "device")
 
 _ARRAYS = ("corpus", "document", "span", "language", "position")
 
@@ -139,10 +139,10 @@ def _refuse_others(a: Evaluation, b: Evaluation) -> None:
     differ = []
     mine, theirs = (one.about.get("teacher", {}) for one in (a, b))
     builds = [one.about.get("build", {}) for one in (a, b)]
-    for key in _SHARED:
+    for key, other in SHARED.items():
         if mine.get(key) != theirs.get(key):
             shown = (str(side.get(key, "unknown"))[:12] for side in (mine, theirs))
-            differ.append(f"{_WORDS[key]} ({' and '.join(shown)})")
+            differ.append(f"{other} ({' and '.join(shown)})")
     if builds[0].get("dtype") != builds[1].get("dtype"):
         shown = (str(side.get("dtype", "unknown")) for side in builds)
         differ.append(f"builds computed in another type ({' and '.join(shown)})")

@@ -137,7 +137,7 @@ def evaluate(
     request = ""
     if ready is not None:
         chosen = samples_of_teacher(ready, samples, build, part)
-    elif not Path(against).expanduser().is_dir():
+    elif not Path(against).is_dir():
         raise EvaluationError(
             f"{against} is no folder; name the build's source, or a teacher of it, with "
             "--against."
@@ -176,7 +176,6 @@ def evaluate(
             ready = source.final_states(
                 out / TEACHER, restart=again, progress=shown(TEACHER), tell=tell
             )
-            ready.check()
         assert ready is not None
         states = run.final_states(out / BUILD, progress=shown(BUILD), tell=tell)
         result = compare(ready, states, pair.about, tokenizer=build, judged=judged)

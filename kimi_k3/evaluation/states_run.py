@@ -161,9 +161,8 @@ class Run:
             if restart:
                 discard(folder)
             refuse_other(folder, self.conditions)
-            if FinalStates.exist(folder):
-                FinalStates.open(folder).check()
-            else:
+            was_there = FinalStates.exist(folder)
+            if not was_there:
                 for note in self.stream.notes:
                     tell(note)
                 with writing(folder):
@@ -171,7 +170,10 @@ class Run:
                     states = self._through_layers(folder, progress, tell)
                     self._finish(states, folder)
             discard_partial(folder)
-            return FinalStates.open(folder)
+            found = FinalStates.open(folder)
+            if was_there:
+                found.check()
+            return found
 
     def _begin(self, folder: Path) -> None:
         begun = folder / PARTIAL / BEGUN

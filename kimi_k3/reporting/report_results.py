@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from ..conversion.durable_files import write_durably
 from ..errors import EvaluationError
+from ..evaluation.comparison import SHARED
 from ..evaluation.evaluation import FILE_NAME as PREDICTIONS
 from ..evaluation.evaluation import Evaluation
 from ..evaluation.summary import FILE_NAME as SUMMARY
@@ -94,7 +95,7 @@ class Judged:
         mine, theirs = self.summary.about, other.summary.about
         return all(
             mine.get("teacher", {}).get(key) == theirs.get("teacher", {}).get(key)
-            for key in ("checkpoint", "samples", "dtype")
+            for key in SHARED
         )
 
 
