@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import EvaluationError
-from .evaluation import GROUPINGS, Evaluation
-from .statistics import DRAWS, LEVEL, SEED, Bootstrap, Estimate, interval, ratios
-from .summary import Row
+from .evaluation import Evaluation
+from .statistics import DRAWS, LEVEL, SEED, Bootstrap, Estimate, ratios
+from .summary import ALL, Groups, Row, groups_dict, rows_by_group
 
 #: Names of estimates, and what they are, for builds A and B. Of a group where A has no
 #: KL there is no "kl_ratio".
@@ -38,9 +38,6 @@ _ROUNDINGS = ("rows_per_step", "tool", "mlx", "device")
 
 _ARRAYS = ("corpus", "document", "span", "language", "position")
 
-#: Sums of a group, in the order of their columns.
-_SUMS = ("tokens", "kl_a", "kl_b", "nll_a", "nll_b", "agrees_a", "agrees_b")
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -62,7 +59,7 @@ class Comparison:
     draws: int
     seed: int
     overall: Row
-    groups: Mapping[str, Mapping[str, Row]]
+    groups: Groups
 
     @classmethod
     def of(
@@ -75,24 +72,10 @@ class Comparison:
         """
         _refuse_others(a, b)
         bootstrap = Bootstrap(a.document, a.corpus, draws, seed)
-        masks = [("", "", np.ones(len(a.kl), bool))] + [
-            (grouping, name, which)
-            for grouping in GROUPINGS
-            for name, which in a.groups(grouping).items()
-        ]
-        totals = [_totals(a, b, bootstrap, which) for *_, which in masks]
-        drawn = bootstrap.drawn(np.concatenate(totals, axis=1))
-        rows: dict[str, dict[str, Row]] = {}
-        for number, (grouping, name, _) in enumerate(masks):
-            part = slice(number * len(_SUMS), (number + 1) * len(_SUMS))
-            mine = totals[number]
-            varies = bootstrap.varies(mine[:, 0])
-            rows.setdefault(grouping, {})[name] = Row(
-                tokens=int(mine[:, 0].sum()),
-                documents=int((mine[:, 0] > 0).sum()),
-                estimates=_estimates(mine, drawn[:, part] if varies else None),
-            )
-        overall = rows.pop("")[""]
+        pairs = ((a.kl, b.kl), (a.build_nll, b.build_nll), (a.agrees, b.agrees))
+        columns = [column for pair in pairs for column in pair]
+        rows = rows_by_group(a, bootstrap, columns, _values)
+        overall = rows.pop(ALL)[ALL]
         return cls(
             teacher=dict(a.about.get("teacher", {})),
             a=dict(a.about.get("build", {})),
@@ -115,10 +98,7 @@ class Comparison:
             "draws": self.draws,
             "seed": self.seed,
             "overall": self.overall.to_dict(),
-            "groups": {
-                grouping: {name: row.to_dict() for name, row in rows.items()}
-                for grouping, rows in self.groups.items()
-            },
+            "groups": groups_dict(self.groups),
         }
 
     def text(self) -> str:
@@ -179,26 +159,8 @@ def _notes(a: Evaluation, b: Evaluation) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _totals(
-    a: Evaluation, b: Evaluation, bootstrap: Bootstrap, which: np.ndarray
-) -> np.ndarray:
-    """Sums over ``which`` predictions of each document, (units, :data:`_SUMS`)."""
-    pairs = [(a.kl, b.kl), (a.build_nll, b.build_nll), (a.agrees, b.agrees)]
-    columns = [None, *(column for pair in pairs for column in pair)]
-    return np.stack([bootstrap.totals(column, which) for column in columns], axis=1)
-
-
-def _estimates(totals: np.ndarray, drawn: np.ndarray | None) -> dict[str, Estimate]:
-    values = _values(totals.sum(axis=0)[None])
-    known = {name: value[0] for name, value in values.items() if np.isfinite(value[0])}
-    if drawn is None:
-        return {name: Estimate(float(value)) for name, value in known.items()}
-    spread = _values(drawn)
-    return {name: interval(value, spread[name]) for name, value in known.items()}
-
-
 def _values(sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Each of :data:`DIFFERENCES`, (·,), of sums (·, :data:`_SUMS`)."""
+    """Each of :data:`DIFFERENCES`, (·,), of sums (·, 7) of :func:`rows_by_group`."""
     tokens, kl_a, kl_b, nll_a, nll_b, agrees_a, agrees_b = sums.T
     return {
         "kl": ratios(kl_b - kl_a, tokens),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .comparison import excludes_zero
 from .statistics import Estimate
-from .summary_text import cut_text, number_text
+from .summary_text import cut_text, ends, number_text
 
 if TYPE_CHECKING:
     from .comparison import Comparison
@@ -52,17 +52,12 @@ def signed_text(estimate: Estimate, digits: int = 2) -> str:
 
 def _signed_parts(estimate: Estimate, digits: int) -> list[str]:
     """Value and ends, with as many decimals as the interval's width gives a meaning to."""
-    value, *rest = _ends(estimate)
+    value, *rest = ends(estimate)
     width = rest[1] - rest[0] if rest else 0.0
     decimals = digits - 1 - math.floor(math.log10(width)) if width else 0
     if width and 0 <= decimals <= _MOST_DECIMALS:
         return [f"{end:+.{decimals}f}" for end in (value, *rest)]
     return [_signed(end, digits) for end in (value, *rest)]
-
-
-def _ends(estimate: Estimate) -> list[float]:
-    ends = (estimate.value, estimate.low, estimate.high)
-    return [end for end in ends if end is not None]
 
 
 def _signed(value: float, digits: int) -> str:
@@ -90,12 +85,12 @@ def _table(grouping: str, rows: Mapping[str, "Row"]) -> list[str]:
     lines = [f"{name:{_NAME}}{'docs':>6} {'KL':>9}   {'KL ratio':18}log ppl"]
     for key, row in rows.items():
         e = row.estimates
-        value, *ends = _signed_parts(e["log_ppl"], 2)
+        value, *rest = _signed_parts(e["log_ppl"], 2)
         star = "*" if excludes_zero(e["kl"]) else " "
         lines.append(
             f"{cut_text(key, _NAME - 1):{_NAME}}{row.documents:>6,} "
             f"{_signed(e['kl'].value, 3):>9} {star} {_ratio(e.get('kl_ratio')):18}"
-            f"{value} {'…'.join(ends)}".rstrip()
+            f"{value} {'…'.join(rest)}".rstrip()
         )
     return lines
 
@@ -104,7 +99,7 @@ def _ratio(estimate: Estimate | None) -> str:
     """``0.756 0.650–0.864``, or nothing where A has no KL."""
     if estimate is None:
         return ""
-    value, *rest = (number_text(end) for end in _ends(estimate))
+    value, *rest = (number_text(end) for end in ends(estimate))
     return f"{value} {'–'.join(rest)}"
 
 
@@ -112,10 +107,10 @@ def _overall(comparison: "Comparison") -> list[str]:
     e = comparison.overall.estimates
     lines = [f"KL               {signed_text(e['kl'])} nats a token"]
     if "kl_ratio" in e:
-        value, *rest = (number_text(end) for end in _ends(e["kl_ratio"]))
+        value, *rest = (number_text(end) for end in ends(e["kl_ratio"]))
         between = f" ({' to '.join(rest)})" if rest else ""
         lines.append(f"                 {value} times that of A{between}")
-    hundred = [100 * end for end in _ends(e["agreement"])]
+    hundred = [100 * end for end in ends(e["agreement"])]
     percent = signed_text(Estimate(*hundred))
     lines += [
         f"log perplexity   {signed_text(e['log_ppl'])}",

@@ -6,8 +6,8 @@ Every value is a ratio of sums over predictions, so long documents count more th
 ones; intervals come from drawing documents again (``statistics.py``).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +53,9 @@ _SUMS = (
     "below_0.1",
 )
 
+#: Grouping, and name, of all predictions together.
+ALL = ""
+
 #: exp of more than this is not finite.
 _LARGEST_EXPONENT = 700.0
 
@@ -88,6 +91,10 @@ class Row:
         )
 
 
+#: Grouping → name → row.
+Groups = Mapping[str, Mapping[str, Row]]
+
+
 @dataclass(frozen=True)
 class Summary:
     """The numbers of one build against one teacher.
@@ -107,37 +114,34 @@ class Summary:
     draws: int
     seed: int
     overall: Row
-    groups: Mapping[str, Mapping[str, Row]]
+    groups: Groups
 
     @classmethod
     def of(
         cls, evaluation: Evaluation, draws: int = DRAWS, seed: int = SEED
     ) -> "Summary":
         """Sum ``evaluation`` up. The same for any order of its predictions."""
+        kl = evaluation.kl
+        columns = (
+            evaluation.teacher_nll,
+            evaluation.build_nll,
+            kl,
+            evaluation.agrees,
+            kl < 0.01,
+            kl < 0.1,
+        )
         bootstrap = Bootstrap(evaluation.document, evaluation.corpus, draws, seed)
-        everything = np.ones(len(evaluation.kl), bool)
-        masks = [("", "", everything)] + [
-            (grouping, name, which)
-            for grouping in GROUPINGS
-            for name, which in evaluation.groups(grouping).items()
-        ]
-        totals = [_totals(evaluation, bootstrap, which) for *_, which in masks]
-        drawn = bootstrap.drawn(np.concatenate(totals, axis=1))
-        rows: dict[str, dict[str, Row]] = {}
-        for number, (grouping, name, which) in enumerate(masks):
-            part = slice(number * len(_SUMS), (number + 1) * len(_SUMS))
-            mine = totals[number]
-            varies = bootstrap.varies(mine[:, 0])
-            estimates = _estimates(mine, drawn[:, part] if varies else None)
-            found = np.quantile(evaluation.kl[which], list(_QUANTILES.values()))
-            for quantile, value in zip(_QUANTILES, found, strict=True):
-                estimates[quantile] = Estimate(float(value))
-            rows.setdefault(grouping, {})[name] = Row(
-                tokens=int(mine[:, 0].sum()),
-                documents=int((mine[:, 0] > 0).sum()),
-                estimates={key: estimates[key] for key in ESTIMATES},
+        rows = rows_by_group(evaluation, bootstrap, columns, _values)
+        for (grouping, name), which in masks_of(evaluation).items():
+            row = rows[grouping][name]
+            found = np.quantile(kl[which], list(_QUANTILES.values()))
+            quantiles = dict(
+                zip(_QUANTILES, map(Estimate, found.tolist()), strict=True)
             )
-        overall = rows.pop("")[""]
+            both = {**row.estimates, **quantiles}
+            estimates = {key: both[key] for key in ESTIMATES}
+            rows[grouping][name] = replace(row, estimates=estimates)
+        overall = rows.pop(ALL)[ALL]
         return cls(
             dict(evaluation.about),
             evaluation.digest,
@@ -156,10 +160,7 @@ class Summary:
             "draws": self.draws,
             "seed": self.seed,
             "overall": self.overall.to_dict(),
-            "groups": {
-                grouping: {name: row.to_dict() for name, row in rows.items()}
-                for grouping, rows in self.groups.items()
-            },
+            "groups": groups_dict(self.groups),
         }
 
     @classmethod
@@ -208,30 +209,63 @@ def perplexity(nll: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(nll, _LARGEST_EXPONENT))
 
 
-def _totals(
-    evaluation: Evaluation, bootstrap: Bootstrap, which: np.ndarray
-) -> np.ndarray:
-    """Sums over ``which`` predictions of each document, (units, :data:`_SUMS`)."""
-    kl = evaluation.kl
-    columns = (
-        None,
-        evaluation.teacher_nll,
-        evaluation.build_nll,
-        kl,
-        evaluation.agrees,
-        kl < 0.01,
-        kl < 0.1,
+def masks_of(evaluation: Evaluation) -> dict[tuple[str, str], np.ndarray]:
+    """Grouping and name → which predictions (N,) bool; first :data:`ALL`, of all."""
+    masks = {(ALL, ALL): np.ones(len(evaluation.kl), bool)}
+    for grouping in GROUPINGS:
+        for name, which in evaluation.groups(grouping).items():
+            masks[grouping, name] = which
+    return masks
+
+
+def rows_by_group(
+    evaluation: Evaluation,
+    bootstrap: Bootstrap,
+    columns: Sequence[np.ndarray],
+    values: Callable[[np.ndarray], dict[str, np.ndarray]],
+) -> dict[str, dict[str, Row]]:
+    """Grouping → name → row, of every group of ``evaluation``, all from the same draws.
+
+    Args:
+        columns: M values of each prediction, (N,).
+        values: estimates (·,) by name, of sums (·, 1 + M): how many predictions, and the
+            sums of ``columns`` over them. What is NaN or infinite of a group is left out
+            there.
+    """
+    masks = masks_of(evaluation)
+    totals = [
+        np.stack([bootstrap.totals(one, which) for one in (None, *columns)], axis=1)
+        for which in masks.values()
+    ]
+    drawn = np.split(
+        bootstrap.drawn(np.concatenate(totals, axis=1)), len(masks), axis=1
     )
-    return np.stack([bootstrap.totals(column, which) for column in columns], axis=1)
+    rows: dict[str, dict[str, Row]] = {}
+    for (grouping, name), mine, spread in zip(masks, totals, drawn, strict=True):
+        found = {
+            key: value[0]
+            for key, value in values(mine.sum(axis=0)[None]).items()
+            if np.isfinite(value[0])
+        }
+        if bootstrap.varies(mine[:, 0]):
+            ends = values(spread)
+            estimates = {key: interval(one, ends[key]) for key, one in found.items()}
+        else:
+            estimates = {key: Estimate(float(one)) for key, one in found.items()}
+        rows.setdefault(grouping, {})[name] = Row(
+            tokens=int(mine[:, 0].sum()),
+            documents=int((mine[:, 0] > 0).sum()),
+            estimates=estimates,
+        )
+    return rows
 
 
-def _estimates(totals: np.ndarray, drawn: np.ndarray | None) -> dict[str, Estimate]:
-    """Estimates of sums (units, :data:`_SUMS`) and those of each draw, if they tell."""
-    values = _values(totals.sum(axis=0)[None])
-    if drawn is None:
-        return {name: Estimate(float(value[0])) for name, value in values.items()}
-    spread = _values(drawn)
-    return {name: interval(value[0], spread[name]) for name, value in values.items()}
+def groups_dict(groups: Groups) -> dict[str, dict[str, Any]]:
+    """Plain values of rows by grouping and name."""
+    return {
+        grouping: {name: row.to_dict() for name, row in rows.items()}
+        for grouping, rows in groups.items()
+    }
 
 
 def _values(sums: np.ndarray) -> dict[str, np.ndarray]:

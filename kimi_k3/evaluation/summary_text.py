@@ -60,6 +60,16 @@ def cut_text(text: str, most: int = _NAME) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def ends(estimate: Estimate) -> list[float]:
+    """The value, and the two ends of its interval if it has one."""
+    found = (estimate.value, estimate.low, estimate.high)
+    return [one for one in found if one is not None]
+
+
+def documents_text(documents: int) -> str:
+    return f"{documents:,} document{'' if documents == 1 else 's'}"
+
+
 def overlap_text(about: Mapping[str, Any]) -> str:
     """What is known of samples that the build was calibrated on."""
     overlap = str(about.get("overlap", "not checked"))
@@ -81,7 +91,7 @@ def _head(summary: "Summary") -> list[str]:
             )
     row = summary.overall
     lines.append(
-        f"{'samples':9}{row.tokens:,} predictions in {_counted(row.documents)}"
+        f"{'samples':9}{row.tokens:,} predictions in {documents_text(row.documents)}"
     )
     indent = " " * 9
     lines += textwrap.wrap(
@@ -111,21 +121,16 @@ def _table(grouping: str, rows: Mapping[str, "Row"]) -> list[str]:
 def _kl_cell(kl: Estimate) -> str:
     """`` 0.0392 0.0361–0.0425``: as :func:`interval_text` in fewer columns."""
     digits = 2 if kl.value < 1e-4 else 3
-    value, *rest = (number_text(end, digits) for end in _ends(kl))
+    value, *rest = (number_text(end, digits) for end in ends(kl))
     return f"{value:>7} {'–'.join(rest)}".rstrip()
 
 
 def _ratio_cell(ratio: Estimate) -> str:
     """``1.031 1.024–1.038``: decimals under each other, while they fit."""
     value, *rest = (
-        f"{end:.3f}" if end < 10 else number_text(end) for end in _ends(ratio)
+        f"{end:.3f}" if end < 10 else number_text(end) for end in ends(ratio)
     )
     return f"{value} {'–'.join(rest)}".rstrip()
-
-
-def _ends(estimate: Estimate) -> list[float]:
-    ends = (estimate.value, estimate.low, estimate.high)
-    return [end for end in ends if end is not None]
 
 
 def _overall(row: "Row") -> list[str]:
@@ -158,7 +163,3 @@ def _notes(summary: "Summary", rows: list["Row"]) -> list[str]:
             f"Of fewer than {_FEW} documents, intervals are rather too narrow: take more."
         )
     return lines
-
-
-def _counted(documents: int) -> str:
-    return f"{documents:,} document{'' if documents == 1 else 's'}"

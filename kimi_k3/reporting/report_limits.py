@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from ..evaluation.summary_text import documents_text
 from .report_facts import VISION, BuildFacts
 from .report_quality import overlap_text
 from .report_results import Judged
-from .report_tables import count, documents
+from .report_tables import count
 
 
 def limitations(
@@ -54,8 +55,8 @@ def _of_evaluation(judged: Judged) -> Iterator[str]:
     corpora = ", ".join(judged.summary.groups.get("corpus", {}))
     yield (
         f"{judged.source.name} speaks of {count(row.tokens)} tokens of "
-        f"{documents(row.documents)} ({corpora}). Its intervals cover other documents of "
-        "these kinds, not other kinds of text."
+        f"{documents_text(row.documents)} ({corpora}). Its intervals cover other "
+        "documents of these kinds, not other kinds of text."
     )
     yield (
         "KL and perplexity are of given text, token by token, each after what really "

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from ..evaluation.comparison import Comparison
 from ..evaluation.comparison_text import verdict
 from ..evaluation.summary import ESTIMATES
+from ..evaluation.summary_text import documents_text
 from .report_results import Judged
 from .report_tables import (
     NOT_MEASURED,
@@ -14,7 +15,6 @@ from .report_tables import (
     Column,
     Table,
     count,
-    documents,
     estimate_cell,
     groups_table,
     nats,
@@ -88,7 +88,7 @@ def judged_text(judged: Judged) -> str:
     return (
         f"{about.get('direction', 'direction not recorded')}, in nats a token: teacher "
         f"{judged.teacher}, build {judged.build}, {count(row.tokens)} tokens of "
-        f"{documents(row.documents)}."
+        f"{documents_text(row.documents)}."
     )
 
 

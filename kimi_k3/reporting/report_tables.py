@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..evaluation.statistics import Estimate
 from ..evaluation.summary import Row
+from ..evaluation.summary_text import documents_text
 
 NOT_MEASURED = "not measured"
 
@@ -190,7 +191,7 @@ def groups_table(
         tuple(
             (
                 Cell(name),
-                Cell(count(row.tokens), documents(row.documents)),
+                Cell(count(row.tokens), documents_text(row.documents)),
                 *(estimate_cell(row.estimates, column) for column in columns),
                 *((_perplexities(row),) if both else ()),
             )
@@ -206,7 +207,3 @@ def _perplexities(row: Row) -> Cell:
         estimate_cell(row.estimates, column).text for column in PERPLEXITY
     )
     return Cell(f"{teacher}\N{NO-BREAK SPACE}→\N{NO-BREAK SPACE}{build}")
-
-
-def documents(number_of: int) -> str:
-    return f"{number_of:,} document{'' if number_of == 1 else 's'}"
