@@ -9,14 +9,14 @@ after which it is killed from outside, if given. The answer to each is a line of
 
 import errno
 import itertools
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from forks import serve
 
 from kimi_k3.conversion import byte_copy, convert, shard_writer
 from kimi_k3.errors import KimiK3Error
@@ -68,29 +68,7 @@ def run(source: str, plan: str, order: dict[str, Any]) -> str:
 
 def main() -> None:
     source, plan = sys.argv[1:]
-    for line in sys.stdin:
-        order = json.loads(line)
-        read, write = os.pipe()
-        # Nothing was computed in this process, so a fork has all that MLX needs.
-        child = os.fork()
-        if not child:
-            error = run(source, plan, order)
-            os.write(
-                write,
-                json.dumps({"error": error, "operations": next(numbers) - 1}).encode(),
-            )
-            os._exit(0)
-        os.close(write)
-        if order.get("after"):
-            time.sleep(order["after"])
-            os.kill(child, signal.SIGKILL)
-        with os.fdopen(read) as pipe:
-            said = pipe.read()
-        _, status = os.waitpid(child, 0)
-        answer = json.loads(said) if said else {"error": "", "operations": 0}
-        answer |= {"died": os.WIFSIGNALED(status)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    serve(lambda order: run(source, plan, order), lambda: next(numbers) - 1)
 
 
 main()
