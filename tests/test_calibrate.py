@@ -18,9 +18,9 @@ from tiny_k3 import write_t2
 
 from kimi_k3.build import calibrate as module
 from kimi_k3.build.calibrate import calibrate
-from kimi_k3.build.calibration_run import Progress
 from kimi_k3.build.input_moments import LayerMoments
 from kimi_k3.build.layer_stream import LayerStream
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.build.samples import Samples
 
 REL = 1e-5

@@ -16,7 +16,7 @@ from fresh_python import environment_with, installed_command
 
 from kimi_k3.build import calibrate as module
 from kimi_k3.build.calibrate import calibrate
-from kimi_k3.build.calibration_run import Progress
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.cli import main
 from kimi_k3.verbs.calibrate import _Lines, progress_text

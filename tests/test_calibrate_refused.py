@@ -15,8 +15,8 @@ from damage import copy_folder
 import kimi_k3
 from kimi_k3.build import calibrate as module
 from kimi_k3.build.calibrate import calibrate
-from kimi_k3.build.calibration_run import Progress
 from kimi_k3.build.layer_stream import LayerStream
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.build.samples import Samples
 from kimi_k3.errors import (

@@ -16,8 +16,8 @@ from calibration_cases import results, samples_for, write_source
 from fresh_python import environment_with
 
 from kimi_k3.build.calibrate import calibrate
-from kimi_k3.build.calibration_run import Progress
 from kimi_k3.build.layer_stream import LayerStream
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.build.row_file import RowFile
 from kimi_k3.build.saliency import SaliencyTable
 from kimi_k3.build.samples import Samples

@@ -13,7 +13,7 @@ import pytest
 from evaluation_cases import Case, write_case
 from fresh_python import environment_with, installed_command
 
-from kimi_k3.build.calibration_run import Progress
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.cli import build_parser, main
 from kimi_k3.evaluation.evaluate import evaluate
 from kimi_k3.evaluation.evaluation import Evaluation

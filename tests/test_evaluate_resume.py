@@ -15,7 +15,7 @@ import pytest
 from evaluation_cases import Case, samples_for, write_case
 from fresh_python import environment_with
 
-from kimi_k3.build.calibration_run import Progress
+from kimi_k3.build.pass_progress import Progress
 from kimi_k3.build.row_file import RowFile
 from kimi_k3.errors import EvaluationError, KimiK3Error
 from kimi_k3.evaluation import evaluate as module

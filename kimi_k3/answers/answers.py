@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from ..conversion.durable_files import sync
 from ..errors import EvaluationError
 
 FILE_NAME = "answers.jsonl"
@@ -106,7 +107,7 @@ class AnswerFile:
                 file.flush()
                 os.fsync(file.fileno())
             if is_new:
-                _sync_folder(self._path.parent)
+                sync(self._path.parent)
         except OSError as error:
             raise EvaluationError(
                 f"{self._path} cannot be written: {error.strerror}. Answers that were "
@@ -122,12 +123,3 @@ class AnswerFile:
                     f"{self._path}, line {number} answers something else than was asked "
                     f"there. {_REMEDY}"
                 )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names of the files in ``folder`` last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from ..checkpoint.folder import Folder
 from ..checkpoint.values_digest import values_digest
 from ..errors import EvaluationError
 from ..evaluation.checks import refuse_inside
+from ..evaluation.final_states import RESTART
 from ..evaluation.sealed_json import read_json, write_json
 from ..folder_check import open_folder
 from ..loading import load
@@ -41,8 +42,6 @@ KIND, VERSION = "what was asked of a build", 1
 
 #: Answers a prompt when tokens are drawn, and tokens of each, unless told otherwise.
 ANSWERS_A_PROMPT, MAX_TOKENS = 4, 1024
-
-_RESTART = "--restart discards what is there and starts over."
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Asked:
         if differences:
             raise EvaluationError(
                 f"{out} holds other answers: {'; '.join(differences)}. Name another "
-                f"folder, or {_RESTART}"
+                f"folder, or {RESTART}"
             )
 
 
@@ -256,7 +255,7 @@ def _is_begun(out: Path, asked: Asked) -> bool:
     """Whether ``out`` was begun, as ``asked``; EvaluationError if otherwise."""
     path = out / ASKED
     if path.is_file():
-        asked.refuse_other(read_json(path, KIND, VERSION, _RESTART), out)
+        asked.refuse_other(read_json(path, KIND, VERSION, RESTART), out)
         return True
     foreign = sorted(found.name for found in out.iterdir() if found.name != PARTIAL)
     if foreign:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import CalibrationError, PartialResultError, SaliencyError, SamplesError
 from ..machine.hardware import read_machine
 from .calibration_checks import check_samples, check_source, request_of
-from .calibration_run import CalibrationRun, Tell, Watch
+from .calibration_run import CalibrationRun
 from .journal import (
     RESTART,
     RESULT,
@@ -26,6 +26,7 @@ from .journal import (
     writing,
 )
 from .layer_stream import LayerStream
+from .pass_progress import Tell, Watch
 from .saliency import TOOL, SaliencyTable
 from .samples import Samples, open_samples
 

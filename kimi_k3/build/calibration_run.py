@@ -1,9 +1,6 @@
 """The layers of a calibration: each run, recorded and made safe before the next."""
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,51 +12,11 @@ from .hidden_states import HiddenStates
 from .input_moments import LayerMoments, MatrixRecorder, recorded_matrices
 from .journal import RESTART, Journal, writing
 from .layer_stream import LayerStream
+from .pass_progress import ShownPass, Tell, Watch
 from .saliency import SaliencyTable
 from .samples import Samples
 from .step_labels import StepLabels
 from .streamed_pass import embed_rows, finish, refuse_nan_parameters, run_layer
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a calibration is, after a step of a layer or at a layer's end.
-
-    Attributes:
-        layer, layers: the layer in work, from 0 on, and how many there are.
-        rows_done, rows: of the samples, in this layer.
-        tokens: in all rows, padding left out.
-        bytes_done: of this process's share of the weights, this layer's by its rows.
-        bytes_left: weights still to go through.
-        seconds: since this process began.
-        finished: whether this layer is done and safe on disk.
-    """
-
-    layer: int
-    layers: int
-    rows_done: int
-    rows: int
-    tokens: int
-    bytes_done: float
-    bytes_left: float
-    seconds: float
-    finished: bool = False
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Weights gone through in a second, reading and computing together."""
-        return self.bytes_done / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """What is left to do, at the speed so far; None at the very beginning."""
-        if not self.bytes_per_second:
-            return None
-        return self.bytes_left / self.bytes_per_second
-
-
-Watch = Callable[[Progress], None]
-Tell = Callable[[str], None]
 
 
 class CalibrationRun:
@@ -78,14 +35,11 @@ class CalibrationRun:
         self.samples = samples
         self.journal = journal
         self.memory_limit = memory_limit
-        self.progress = progress
         self.tell = tell
         step_tokens = journal.conditions.step_tokens
         self.rows_per_step = max(1, step_tokens // samples.length)
         self.tokens = samples.tokens_per_corpus
-        self.started = time.monotonic()
-        self.bytes_done = 0
-        self.sizes = [stream.nbytes(i) for i in range(stream.num_layers)]
+        self.shown = ShownPass(stream, samples, progress)
 
     def result(self) -> SaliencyTable:
         """Run what is left, and put all layers' sums together."""
@@ -148,7 +102,7 @@ class CalibrationRun:
                 labels = self._labels(rows)
                 for recorder in recorders:
                     recorder.labels = labels
-                self._show(index, rows.start)
+                self.shown.at_rows(index, rows)
 
             refuse_nan_parameters(layer, index)
             run_layer(layer, index, states, self.rows_per_step, observe)
@@ -160,8 +114,7 @@ class CalibrationRun:
         with writing(self.journal.out):
             self.journal.record(index, sums, kept)
         states.commit(index)
-        self.bytes_done += self.sizes[index]
-        self._show(index, states.rows, finished=True)
+        self.shown.finished(index)
         return sums
 
     def _moments(
@@ -205,26 +158,4 @@ class CalibrationRun:
                 "document_hashes": list(samples.document_hashes),
                 "part": samples.part,
             },
-        )
-
-    def _show(self, layer: int, rows_done: int, *, finished: bool = False) -> None:
-        if self.progress is None:
-            return
-        rows = self.samples.rows
-        here = 0 if finished else self.sizes[layer] * rows_done / rows
-        left = sum(self.sizes[layer + 1 :])
-        if not finished:
-            left += self.sizes[layer] - here
-        self.progress(
-            Progress(
-                layer=layer,
-                layers=len(self.sizes),
-                rows_done=rows_done,
-                rows=rows,
-                tokens=int(self.tokens.sum()),
-                bytes_done=self.bytes_done + here,
-                bytes_left=left,
-                seconds=time.monotonic() - self.started,
-                finished=finished,
-            )
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..conversion.durable_files import sync
 from ..errors import DamagedScratchError, ScratchError
 from .row_file import RowFile
 
@@ -207,7 +208,7 @@ class HiddenStates:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            _sync_folder(self.folder)
+            sync(self.folder)
         except OSError as error:
             raise ScratchError(
                 f"{path} cannot be written: {error.strerror}. What was committed before "
@@ -253,12 +254,3 @@ def _damaged(path: Path) -> DamagedScratchError:
     return DamagedScratchError(
         f"{path} is not as it was written. Discard the partial results and start over."
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring a rename in ``folder`` to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CalibrationError, PartialResultError
+from .differences import differences
 from .expert_recorder import ExpertSums
 from .folder_lock import LOCK, locked_folder
 from .input_moments import LayerMoments
@@ -79,12 +80,7 @@ class Conditions:
 
     def differences(self, other: "Conditions") -> list[str]:
         """In words, what of ``other`` is not as here."""
-        mine, theirs = asdict(self), asdict(other)
-        return [
-            f"{_WORDS[name]} was {mine[name]!r} and is {theirs[name]!r} now"
-            for name in mine
-            if mine[name] != theirs[name]
-        ]
+        return differences(_WORDS, asdict(self), asdict(other))
 
 
 _WORDS = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..conversion.durable_files import rename_durably, unfinished_path
 from ..errors import KimiK3Error
 
 Arrays = dict[str, np.ndarray]
@@ -59,7 +60,7 @@ def write_sealed(
     path = Path(path)
     content = {KIND: np.array(kind), VERSION: np.array(version), **arrays}
     content[DIGEST] = np.array(digest_of(content))
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = unfinished_path(path)
     try:
         with unfinished.open("wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -69,14 +70,9 @@ def write_sealed(
                         np.lib.format.write_array(member, array, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        rename_durably(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_sealed(

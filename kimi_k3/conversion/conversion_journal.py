@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..build.differences import differences
 from ..build.folder_lock import LOCK, locked_folder
 from ..errors import ConversionError
 from .durable_files import sweep_unfinished, write_durably
@@ -66,12 +67,7 @@ class Conditions:
 
     def differences(self, now: "Conditions") -> list[str]:
         """In words, what of ``now`` is not as here."""
-        mine, theirs = asdict(self), asdict(now)
-        return [
-            f"{_WORDS[name]} was {_short(mine[name])} and is {_short(theirs[name])} now"
-            for name in mine
-            if mine[name] != theirs[name]
-        ]
+        return differences(_WORDS, asdict(self), asdict(now), _short)
 
 
 @dataclass(frozen=True)

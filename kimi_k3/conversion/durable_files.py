@@ -28,11 +28,16 @@ def write_durably(path: Path, content: bytes) -> None:
 def rename_durably(unfinished: Path, path: Path) -> None:
     """Give a synced file its name, so that it has it after a power cut too."""
     unfinished.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names of the files in a folder, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def sweep_unfinished(folder: Path) -> None:

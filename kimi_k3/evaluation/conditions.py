@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from ..build.differences import differences
+
 FLOAT32, STORED = "float32", "stored"
 
 _WORDS = {
@@ -53,12 +55,7 @@ class Conditions:
 
     def differences(self, other: "Conditions") -> list[str]:
         """In words, what of ``other`` is not as here."""
-        mine, theirs = asdict(self), asdict(other)
-        return [
-            f"{_WORDS[name]} was {mine[name]!r} and is {theirs[name]!r} now"
-            for name in mine
-            if mine[name] != theirs[name]
-        ]
+        return differences(_WORDS, asdict(self), asdict(other))
 
     def other_roundings(self, other: "Conditions") -> list[str]:
         """In words, what makes the same model give other last bits under ``other``."""

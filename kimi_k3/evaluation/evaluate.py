@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..build.calibration_run import Tell, Watch
+from ..build.pass_progress import Tell, Watch
 from ..build.sample_rows import Samples
 from ..errors import EvaluationError
 from .checks import (

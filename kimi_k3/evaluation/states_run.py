@@ -3,22 +3,19 @@
 A run that is killed at any point goes on with the layer it was at, to the same bits.
 """
 
-import os
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
 import mlx.core as mx
 
-from ..build.calibration_run import Progress, Tell, Watch
 from ..build.hidden_states import HiddenStates
 from ..build.layer_stream import EMBEDDING, LayerStream
 from ..build.layer_stream import HEAD as HEAD_PART
+from ..build.pass_progress import ShownPass, Tell, Watch
 from ..build.row_file import RowFile
 from ..build.saliency import TOOL
 from ..build.sample_rows import Samples, tokenizer_fingerprint
@@ -31,6 +28,7 @@ from ..build.streamed_pass import (
     scratch_bytes,
 )
 from ..checkpoint.values_digest import values_digest
+from ..conversion.durable_files import sync
 from ..errors import DamagedScratchError, EvaluationError, NotFiniteError
 from ..machine.hardware import read_machine
 from .conditions import FLOAT32, STORED, Conditions
@@ -210,14 +208,14 @@ class Run:
         first = states.layer + 1
         if first:
             tell(f"layers 0 to {first - 1} were done before.")
-        shown = _Shown(self.stream, self.samples, progress)
+        shown = ShownPass(self.stream, self.samples, progress)
         try:
-            for index, layer, nbytes in self.stream.layers(first):
+            for index, layer, _ in self.stream.layers(first):
                 refuse_nan_parameters(layer, index)
-                at = shown.rows_of(index)
+                at = partial(shown.at_rows, index)
                 run_layer(layer, index, states, self.rows_per_step, at)
                 states.commit(index)
-                shown.finished(index, nbytes)
+                shown.finished(index)
         except DamagedScratchError as error:
             raise EvaluationError(f"{error} {RESTART}") from error
         return states
@@ -253,7 +251,7 @@ class Run:
         file.finish()
         head = folder / HEAD
         Head.of(self.stream).save(head)
-        _sync(head)
+        sync(head)
         content = {
             "conditions": asdict(self.conditions),
             "request": self.request,
@@ -263,50 +261,3 @@ class Run:
             "head_sha256": file_sha256(head),
         }
         write_json(folder / MANIFEST, KIND, VERSION, content)
-
-
-class _Shown:
-    """Tells how far a pass is."""
-
-    def __init__(self, stream: LayerStream, samples: Samples, progress: Watch | None):
-        self.sizes = [stream.nbytes(i) for i in range(stream.num_layers)]
-        self.rows = samples.rows
-        self.tokens = int(samples.tokens_per_corpus.sum())
-        self.progress = progress or (lambda at: None)
-        self.started = time.monotonic()
-        self.done = 0
-
-    def rows_of(self, layer: int) -> Callable[[range], None]:
-        """To be told which rows go through ``layer`` next."""
-        return lambda rows: self._show(layer, rows.start)
-
-    def finished(self, layer: int, nbytes: int) -> None:
-        self.done += nbytes
-        self._show(layer, self.rows, finished=True)
-
-    def _show(self, layer: int, rows_done: int, *, finished: bool = False) -> None:
-        here = 0 if finished else self.sizes[layer] * rows_done / self.rows
-        left = sum(self.sizes[layer + 1 :])
-        if not finished:
-            left += self.sizes[layer] - here
-        self.progress(
-            Progress(
-                layer=layer,
-                layers=len(self.sizes),
-                rows_done=rows_done,
-                rows=self.rows,
-                tokens=self.tokens,
-                bytes_done=self.done + here,
-                bytes_left=left,
-                seconds=time.monotonic() - self.started,
-                finished=finished,
-            )
-        )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

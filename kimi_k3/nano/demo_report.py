@@ -14,8 +14,8 @@ from typing import Any
 
 from ..answers.generation import generation
 from ..answers.tool_calls import ToolChecker
-from ..build.calibration_run import Progress
 from ..build.mix_file import find_mix
+from ..build.pass_progress import Progress
 from ..build.pictures import require_matplotlib
 from ..build.samples import make_samples
 from ..conversion.durable_files import write_durably

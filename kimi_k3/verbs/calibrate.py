@@ -13,7 +13,7 @@ from .progress_lines import ProgressLines, bytes_text, duration_text
 from .verb import Verb
 
 if TYPE_CHECKING:
-    from ..build.calibration_run import Progress
+    from ..build.pass_progress import Progress
     from ..build.saliency import SaliencyTable
 
 

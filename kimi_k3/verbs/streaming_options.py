@@ -9,7 +9,7 @@ from .calibrate import progress_text
 from .progress_lines import ProgressLines
 
 if TYPE_CHECKING:
-    from ..build.calibration_run import Progress, Watch
+    from ..build.pass_progress import Progress, Watch
 
 PARTS = ("held_out", "calibration", "all")
 
