@@ -1,6 +1,6 @@
 """Judges a build by its teacher: the same tokens through both, prediction by prediction.
 
-OUT/predictions.npz    the result
+OUT/predictions.npz    the result; the command writes its summary beside it
 OUT/build/             final hidden states of the build, while it runs
 OUT/teacher/           those of the source, where no teacher was made before; kept
 OUT/partial/           the lock, while it runs
@@ -120,6 +120,7 @@ def evaluate(
             its ``saliency.npz``: samples that share a document with it are refused.
         float32: as for :func:`make_teacher`; a teacher has its own.
         rows_per_step: as for :func:`make_teacher`; a teacher has its own.
+        memory_limit: as for :func:`make_teacher`.
         restart: discard what ``out`` holds, but a teacher that is whole and the one
             that is wanted.
         progress: gives, for "teacher" and "build", what is shown how far it is.

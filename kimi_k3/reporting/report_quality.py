@@ -1,4 +1,4 @@
-"""Tables of how a build was judged: overall, by group, beside others, by its answers."""
+"""Tables of how a build was judged: overall, by group, beside others."""
 
 from collections.abc import Iterator, Mapping
 

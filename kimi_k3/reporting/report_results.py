@@ -19,6 +19,9 @@ from .report_facts import BuildFacts
 #: Hexadecimal digits of a digest that tell files apart in a caption.
 SHORT = 12
 
+#: A loaded model holds a little more or less than the headers say: padding, fused parts.
+_TOKEN_TOLERANCE = 0.01
+
 
 @dataclass(frozen=True)
 class Source:
@@ -177,7 +180,3 @@ class Benchmark:
                 f"reads {facts.token_bytes:,}. {remedy}"
             )
         return cls(content, source)
-
-
-#: A loaded model holds a little more or less than the headers say: padding, fused parts.
-_TOKEN_TOLERANCE = 0.01
