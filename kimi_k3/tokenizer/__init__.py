@@ -14,6 +14,7 @@ __all__ = ["TOKENIZER_DEFAULTS", "check_tokenizer_folder", "register_tokenizer"]
 #: a checkpoint whose config states none.
 TOKENIZER_DEFAULTS: dict[str, Any] = {
     "eos_token_ids": [163585, 163586],
+    "chat_template_type": "kimi_k3",
     "tool_parser_type": "kimi_k3",
 }
 

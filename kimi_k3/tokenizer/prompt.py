@@ -5,7 +5,9 @@ tell structure from a user's text that spells it. The string made here knows.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
+
+from .aware_text import AwareText
 
 
 class Piece(NamedTuple):
@@ -15,12 +17,8 @@ class Piece(NamedTuple):
     control: bool = False
 
 
-class RenderedPrompt(str):
-    """The text of ``pieces``, for hosts that want a string; encoding uses the pieces.
-
-    Slices, sums and strips keep what they know, as do pickles and copies. What other
-    string methods return is an ordinary string, all of it text to the tokenizer.
-    """
+class RenderedPrompt(AwareText):
+    """The text of ``pieces``, for hosts that want a string; encoding uses the pieces."""
 
     pieces: tuple[Piece, ...]
 
@@ -33,44 +31,17 @@ class RenderedPrompt(str):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.pieces,)
 
-    def __str__(self) -> str:
-        return self
-
-    def __format__(self, spec: str) -> str:
-        return format(str.__str__(self), spec) if spec else self
-
-    def __getitem__(self, key: SupportsIndex | slice) -> str:
-        if not isinstance(key, slice):
-            return super().__getitem__(key)
-        start, stop, step = key.indices(len(self))
-        if step != 1:
-            return super().__getitem__(key)
+    def _part(self, start: int, stop: int) -> "RenderedPrompt":
         return RenderedPrompt(_between(self.pieces, start, stop))
 
-    def __add__(self, other: str) -> str:
-        return RenderedPrompt((*self.pieces, *_pieces_of(other)))
-
-    def __radd__(self, other: str) -> str:
-        return RenderedPrompt((*_pieces_of(other), *self.pieces))
-
-    def lstrip(self, chars: str | None = None, /) -> str:
-        return self[len(self) - len(super().lstrip(chars)) :]
-
-    def rstrip(self, chars: str | None = None, /) -> str:
-        return self[: len(super().rstrip(chars))]
-
-    def strip(self, chars: str | None = None, /) -> str:
-        return self.rstrip(chars).lstrip(chars)
-
-    def removeprefix(self, prefix: str, /) -> str:
-        return self[len(prefix) :] if self.startswith(prefix) else self
-
-    def removesuffix(self, suffix: str, /) -> str:
-        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+    def _with(self, before: str, after: str) -> "RenderedPrompt":
+        return RenderedPrompt((*_pieces_of(before), *self.pieces, *_pieces_of(after)))
 
 
 def _pieces_of(text: str) -> tuple[Piece, ...]:
-    return text.pieces if isinstance(text, RenderedPrompt) else (Piece(text),)
+    if isinstance(text, RenderedPrompt):
+        return text.pieces
+    return (Piece(text),) if text else ()
 
 
 def _between(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:

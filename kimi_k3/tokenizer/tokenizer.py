@@ -7,6 +7,7 @@ else: text that spells a marker is text unless the caller says otherwise.
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.utils.generic import PaddingStrategy
 from ..errors import TokenizerError
 from . import TOKENIZER_DEFAULTS, auto
 from .bpe import Bpe, printable
+from .decoded import DecodedText
 from .files import (
     EOS_NAME,
     MARKERS,
@@ -213,6 +215,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         """The bytes of ``ids``, which need not be whole characters."""
         return self._bpe.bytes_of(ids)
 
+    # Hosts read answers through this, so it tells control ids from text; see DecodedText.
     def _decode(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         token_ids: int | list[int],
@@ -220,9 +223,18 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         **kwargs: Any,
     ) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        first = self._bpe.first_control
         if skip_special_tokens:
-            ids = [token_id for token_id in ids if token_id < self._bpe.first_control]
-        return self.bytes_of(ids).decode("utf-8", errors="replace")
+            ids = [token_id for token_id in ids if token_id < first]
+        # Neighbours share a run if both are ordinary: a control id is one by itself.
+        runs = groupby(enumerate(ids), key=lambda at: at[0] if at[1] >= first else -1)
+        return DecodedText.of(
+            (
+                self.bytes_of([i for _, i in run]).decode("utf-8", errors="replace"),
+                place >= 0,
+            )
+            for place, run in runs
+        )
 
     # Vocabulary
 

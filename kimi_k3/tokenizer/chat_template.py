@@ -1,0 +1,83 @@
+"""How an answer of Kimi K3 is told apart: reasoning, content and tool calls.
+
+mlx-lm takes :data:`RESPONSE_FORMAT` for the state machine of its server and chat; it
+walks over the answer's text and strips what makes it change its state. A regular answer
+is
+
+    …<|close|>think<|sep|><|open|>response<|sep|>…<|close|>response<|sep|>
+    <|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>…<|close|>call<|sep|>…
+
+and the model also leaves sections without closing them, closes them without ``<|sep|>``,
+or writes none. So every control id counts by itself, and the word after ``<|open|>`` or
+``<|close|>`` says what follows, whatever was open before. Text that spells a marker
+matches none of them; see ``decoded.py``.
+"""
+
+from typing import Any
+
+from .prompt import RenderedPrompt
+from .xtml import CLOSE, END, OPEN, SEP, chat_options, render
+
+__all__ = ["RESPONSE_FORMAT", "apply_chat_template"]
+
+Edges = list[tuple[str, str]]
+
+# mlx-lm's names: what it does with the text of these states. It drops that of others.
+REASONING, CONTENT, CALL = "reasoning", "normal", "tool"
+
+#: Between ``tools`` and a call, where nothing is to be shown.
+TOOLS = "tools"
+
+#: The tag opened → the state of what follows. Others are skipped up to ``<|sep|>``.
+_OPENED = {"think": REASONING, "response": CONTENT, "tools": TOOLS, "call": CALL}
+
+#: The same for tags closed. A call ends by an edge of its own.
+_CLOSED = dict.fromkeys(("think", "response", "tools", "call", "message"), CONTENT)
+
+
+def _transitions() -> dict[str, Edges]:
+    transitions: dict[str, Edges] = {}
+    for state in (REASONING, CONTENT, TOOLS):
+        opening, closing = f"{state}: opened", f"{state}: closed"
+        marks = [(OPEN.text, opening), (CLOSE.text, closing)]
+        # A separator belongs to the tag before it, which has had its effect.
+        transitions[state] = [*marks, (SEP.text, state), (END.text, CONTENT)]
+        back = [*marks, (SEP.text, state), (END.text, CONTENT)]
+        transitions[opening] = [*back, *_OPENED.items()]
+        transitions[closing] = [*back, *_CLOSED.items()]
+    transitions[CALL] = _end_of_call()
+    return transitions
+
+
+def _end_of_call() -> Edges:
+    """What ends the text of a call: its own end, or that of anything around it.
+
+    ``<|close|>`` stays in the text, so that the parser can tell a whole call from one
+    that was cut. What is left of an irregular end is no argument, and so ignored.
+    """
+    ends = [f"call{SEP.text}", f"tools{SEP.text}", f"message{SEP.text}", END.text]
+    opened = f"{OPEN.text}response{SEP.text}"
+    return [*((end, CONTENT) for end in ends), (opened, CONTENT)]
+
+
+#: What mlx-lm reads: state → edges (text, next state).
+RESPONSE_FORMAT: dict[str, Any] = {"transitions": _transitions()}
+
+
+def apply_chat_template(
+    messages: Any,
+    tools: Any = None,
+    *,
+    thinking: bool | None = None,
+    **kwargs: Any,
+) -> RenderedPrompt:
+    """``messages`` as a prompt string that knows its ids, for hosts without ours.
+
+    Options and errors are those of the tokenizer's own ``apply_chat_template``. mlx-lm
+    asks here only for a checkpoint whose tokenizer config says ``chat_template_type``.
+    """
+    for option in ("tokenize", "return_dict"):
+        kwargs.pop(option, None)
+    return RenderedPrompt(
+        render(messages, chat_options(thinking=thinking, tools=tools, **kwargs))
+    )

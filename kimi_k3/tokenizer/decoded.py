@@ -1,0 +1,93 @@
+"""Text of ids that knows which of its markers were control ids.
+
+A model may write `<|close|>think<|sep|>` in ordinary tokens, to talk about the format or
+to edit a file that holds it. In a plain string that looks like structure, and hosts
+look for structure in strings. The string made here tells them apart:
+
+- a host that compares it character by character with a marker, as mlx-lm's
+  ``TextStateMachine`` does, finds only markers that were control ids, because the last
+  character of one spelled in text compares unequal to the character it shows;
+- code of this package asks :attr:`DecodedText.controls`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
+
+from .aware_text import AwareText
+from .files import MARKERS
+
+#: Where control names lie in a text: sorted (start, stop) pairs that do not overlap.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class DecodedText(AwareText):
+    """``text``, in which the names of control ids lie at ``controls``.
+
+    Part of a control name, and what is added as an ordinary string, is ordinary text.
+    """
+
+    controls: Ranges
+
+    def __new__(cls, text: str = "", controls: Ranges = ()) -> "DecodedText":
+        decoded = super().__new__(cls, text)
+        decoded.controls = controls
+        return decoded
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[str, bool]]) -> "DecodedText":
+        """The text of ``pieces``, each with whether it names a control id."""
+        texts, controls, place = [], [], 0
+        for text, control in pieces:
+            if control:
+                controls.append((place, place + len(text)))
+            texts.append(text)
+            place += len(text)
+        return cls("".join(texts), tuple(controls))
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (str.__str__(self), self.controls)
+
+    def _part(self, start: int, stop: int) -> "DecodedText":
+        kept = tuple(
+            (first - start, last - start)
+            for first, last in self.controls
+            if start <= first and last <= stop
+        )
+        return DecodedText(str.__getitem__(self, slice(start, stop)), kept)
+
+    def _with(self, before: str, after: str) -> "DecodedText":
+        controls: list[tuple[int, int]] = []
+        place = 0
+        for part in (before, self, after):
+            controls += (
+                (first + place, last + place) for first, last in _controls_of(part)
+            )
+            place += len(part)
+        return DecodedText("".join((before, self, after)), tuple(controls))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        character = super().__getitem__(key)
+        if character == ">" and not isinstance(key, slice):
+            stop = range(len(self))[key] + 1
+            if super().endswith(MARKERS, 0, stop) and not self._is_control(stop):
+                return _SpelledEnd(character)
+        return character
+
+    def _is_control(self, stop: int) -> bool:
+        return any(last == stop for _, last in self.controls)
+
+
+class _SpelledEnd(str):
+    """The last character of a marker that is text: shown alike, but equal to nothing."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+def _controls_of(text: str) -> Ranges:
+    return text.controls if isinstance(text, DecodedText) else ()
