@@ -44,8 +44,23 @@ class DecodedText(AwareText):
             place += len(text)
         return cls("".join(texts), tuple(controls))
 
+    @classmethod
+    def joined(cls, *parts: str) -> "DecodedText":
+        """``parts`` one after the other; of ordinary strings all is ordinary text."""
+        controls: list[tuple[int, int]] = []
+        place = 0
+        for part in parts:
+            if isinstance(part, DecodedText):
+                controls += ((place + a, place + b) for a, b in part.controls)
+            place += len(part)
+        return cls("".join(parts), tuple(controls))
+
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (str.__str__(self), self.controls)
+        return (self.plain(), self.controls)
+
+    def plain(self) -> str:
+        """The characters alone, as an ordinary string."""
+        return str.__str__(self)
 
     def _part(self, start: int, stop: int) -> "DecodedText":
         kept = tuple(
@@ -56,14 +71,7 @@ class DecodedText(AwareText):
         return DecodedText(str.__getitem__(self, slice(start, stop)), kept)
 
     def _with(self, before: str, after: str) -> "DecodedText":
-        controls: list[tuple[int, int]] = []
-        place = 0
-        for part in (before, self, after):
-            controls += (
-                (first + place, last + place) for first, last in _controls_of(part)
-            )
-            place += len(part)
-        return DecodedText("".join((before, self, after)), tuple(controls))
+        return DecodedText.joined(before, self, after)
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         character = super().__getitem__(key)
@@ -87,7 +95,3 @@ class _SpelledEnd(str):
 
     def __ne__(self, other: object) -> bool:
         return self is not other
-
-
-def _controls_of(text: str) -> Ranges:
-    return text.controls if isinstance(text, DecodedText) else ()
