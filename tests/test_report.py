@@ -15,6 +15,7 @@ from kimi_k3.checkpoint.headers import read_header
 from kimi_k3.cli import main
 from kimi_k3.errors import EvaluationError, MissingPackageError
 from kimi_k3.evaluation.summary import Summary
+from kimi_k3.evaluation.summary_text import FEW_TEXT
 from kimi_k3.loading import load
 from kimi_k3.machine.bench import bytes_per_token
 from kimi_k3.nano import NANO_FOLDER
@@ -153,6 +154,8 @@ def test_the_whole_page(made: Path, facts: BuildFacts, tmp_path: Path):
     assert f"{row.estimates['kl'].value:#.3g}" in found.text
     assert "KL(teacher || build)" in found.text
     assert "6.2 %" in found.text  # of the answers loop
+    assert FEW_TEXT in found.text  # of 24 documents
+    assert "in the form of Kimi K3" in found.text
     assert "/home/me" not in text  # folders of whoever measured
     assert "quality/evaluation.json" in found.text
     assert Summary.load(evaluation).predictions not in found.text  # files' own digests

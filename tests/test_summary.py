@@ -12,7 +12,7 @@ from kimi_k3.errors import EvaluationError
 from kimi_k3.evaluation.evaluation import GROUPINGS, Evaluation
 from kimi_k3.evaluation.statistics import Bootstrap, Estimate
 from kimi_k3.evaluation.summary import ESTIMATES, Row, Summary
-from kimi_k3.evaluation.summary_text import number_text
+from kimi_k3.evaluation.summary_text import FEW_TEXT, number_text
 
 DRAWS = 40
 
@@ -156,7 +156,7 @@ def test_text_tells_what_a_reader_needs():
     for size in (1e-9, 1.0, 40.0):
         evaluation = made_evaluation(60, most_tokens=300, corpora=long, worse=size)
         text = Summary.of(evaluation, draws=50).text()
-        assert "fewer than" not in text
+        assert "so few" not in text
         assert max(map(len, text.splitlines())) <= 80
     for words in (
         *("KL(teacher || build), nats", "teacher-folder", "build-folder"),
@@ -170,7 +170,7 @@ def test_text_tells_what_a_reader_needs():
 def test_text_names_the_calibration_that_was_checked():
     told = f"none with the calibration {'f' * 64}"
     text = Summary.of(made_evaluation(overlap=told), draws=20).text()
-    assert "Of fewer than 40 documents" in text
+    assert FEW_TEXT in text
     assert "overlap  none with the calibration ffffffffffff\n" in text
 
 

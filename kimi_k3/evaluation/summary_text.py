@@ -16,6 +16,8 @@ _NAME = 15
 #: say: at 12, about five times in six instead of nineteen in twenty.
 _FEW = 40
 
+FEW_TEXT = "Of so few documents, intervals are rather too narrow: take more."
+
 
 def summary_text(summary: "Summary") -> str:
     """Tables first, so that what holds of everything is what a terminal shows last."""
@@ -158,8 +160,9 @@ def _notes(summary: "Summary", rows: list["Row"]) -> list[str]:
         lines.append(
             "Without an interval: too few documents, or one that is all of its corpus."
         )
-    if summary.overall.documents < _FEW:
-        lines.append(
-            f"Of fewer than {_FEW} documents, intervals are rather too narrow: take more."
-        )
-    return lines
+    return lines + [FEW_TEXT] * is_of_few(summary)
+
+
+def is_of_few(summary: "Summary") -> bool:
+    """Whether too few documents were judged for intervals as wide as they should be."""
+    return summary.overall.documents < _FEW

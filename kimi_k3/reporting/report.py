@@ -101,8 +101,9 @@ def page_text(content: Content) -> str:
         element("h1", title),
         element(
             "p",
-            "What this build of Kimi K3 is made of, how far it is from its teacher, and "
-            "what it says by itself. Numbers come from the files named beside them.",
+            f"What this build {'of' if facts.is_k3 else 'in the form of'} Kimi K3 is made "
+            "of, how far it is from its teacher, and what it says by itself. Numbers come "
+            "from the files named beside them.",
         ),
         glance_html(glance(facts, content.judged)),
         element("nav", element("ul", *links), aria_label="Sections"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from ..evaluation.summary_text import documents_text
+from ..evaluation.summary_text import FEW_TEXT, documents_text, is_of_few
 from .report_facts import VISION, BuildFacts
 from .report_quality import overlap_text
 from .report_results import Judged
@@ -58,6 +58,8 @@ def _of_evaluation(judged: Judged) -> Iterator[str]:
         f"{documents_text(row.documents)} ({corpora}). Its intervals cover other "
         "documents of these kinds, not other kinds of text."
     )
+    if is_of_few(judged.summary):
+        yield FEW_TEXT
     yield (
         "KL and perplexity are of given text, token by token, each after what really "
         "came before."
