@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 VERB = Verb(
     "judge a build by its source: perplexity, KL, agreement, by corpus, span, language",
-    "  kimi-k3 evaluate ./build --against ./Kimi-K3 --samples general --out ./quality\n"
+    "  kimi-k3 evaluate ./build --against ./Kimi-K3 --samples traces --out ./quality\n"
     "  kimi-k3 evaluate ./build --against ./teacher --out ./quality\n"
     "  kimi-k3 evaluate ./build --against ./teacher --calibration ./calibration \\\n"
     "      --out ./quality --json\n\n"

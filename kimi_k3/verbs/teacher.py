@@ -126,9 +126,9 @@ def _print_result(states: "FinalStates", as_json: bool) -> None:
 
 VERB = Verb(
     "keep of a checkpoint what its builds are judged by, one layer in memory at a time",
-    "  kimi-k3 teacher ./Kimi-K3 --samples general --out ./teacher\n"
+    "  kimi-k3 teacher ./Kimi-K3 --samples traces --out ./teacher\n"
     "  kimi-k3 teacher ./Kimi-K3 --samples mix.toml --part all --out ./teacher\n"
-    "  kimi-k3 teacher --dry-run --samples general --memory-limit 64\n"
+    "  kimi-k3 teacher --dry-run --samples traces --memory-limit 64\n"
     "  kimi-k3 evaluate ./build --against ./teacher --out ./quality\n\n"
     "Runs samples through the checkpoint, layer by layer, and keeps the final hidden\n"
     "states (14 kB a token at Kimi K3's size) and the head: from them the distribution\n"
