@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .planning.make_plan import plan
     from .planning.measure import damage
     from .registration import register
+    from .tokenizer.answer import read_answer
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "make_teacher",
     "plan",
+    "read_answer",
     "register",
     "verify",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "load": ".loading",
     "make_teacher": ".evaluation.evaluate",
     "plan": ".planning.make_plan",
+    "read_answer": ".tokenizer.answer",
     "register": ".registration",
     "verify": ".build.verify",
 }

@@ -40,6 +40,7 @@ def test_public_names():
         "load",
         "make_teacher",
         "plan",
+        "read_answer",
         "register",
         "verify",
     ]

@@ -1,15 +1,18 @@
 """A whole answer in its parts, for those who generate in Python.
 
-mlx-lm's server does the same while an answer arrives, with the same state machine.
+mlx-lm's server does the same while an answer arrives, with the same transitions and the
+same parser of tool calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.generate import TextStateMachine
 
-from .chat_template import CALL, CONTENT, REASONING
+from .chat_template import CALL, CONTENT, REASONING, RESPONSE_FORMAT
+from .decoded import DecodedText
+from .tool_parser import parse_tool_call
 
 
 @dataclass(frozen=True)
@@ -25,30 +28,61 @@ class Answer:
 
 
 def read_answer(
-    tokenizer: TokenizerWrapper, ids: list[int], *, thinking: bool = True
+    tokenizer: Any,
+    answer: Sequence[int] | str,
+    *,
+    thinking: bool = True,
+    tools: Sequence[Any] | None = None,
 ) -> Answer:
-    """The parts of ``ids``, an answer without its end id, as the server tells them.
+    """The parts of ``answer``, its ids or the text that mlx-lm gives for them.
 
-    ``thinking`` says how the prompt ended: with ``think`` open, or ``response``. Calls
-    that were cut or cannot be read are left out.
+    >>> text = mlx_lm.generate(model, tokenizer, prompt)  # doctest: +SKIP
+    >>> read_answer(tokenizer, text).tool_calls  # doctest: +SKIP
+    [{'name': 'get_weather', 'arguments': {'city': 'Tokyo'}}]
+
+    Args:
+        tokenizer: Kimi K3's, as ``load`` gives it.
+        answer: with or without its end id. Text that went through something else than
+            ``+``, slices and strips is an ordinary string: markers that the model only
+            spelled are then taken for its structure.
+        thinking: how the prompt ended: with ``think`` open, or ``response``.
+        tools: what the prompt offered.
+
+    Calls that were cut or cannot be read are left out.
     """
-    machine = make_text_state_machine(tokenizer)
+    text = _without_ends(tokenizer, answer)
+    machine = TextStateMachine(RESPONSE_FORMAT["transitions"])
     state = machine.make_state(REASONING if thinking else CONTENT)
-    state, segments = TextStateMachine.split(state, tokenizer.decode(ids))
+    state, segments = TextStateMachine.split(state, text)
     _, rest, last = TextStateMachine.flush(state)
     texts = {REASONING: "", CONTENT: "", CALL: ""}
     calls: list[dict[str, Any]] = []
-    for name, text in [*segments, (last, rest), (CONTENT, "")]:
+    for name, part in [*segments, (last, rest), (CONTENT, "")]:
         if name == CONTENT and texts[CALL]:
-            calls += _calls(tokenizer, texts[CALL])
+            calls += _calls(texts[CALL], tools)
             texts[CALL] = ""
         if name in texts:
-            texts[name] += text
-    return Answer(texts[REASONING], texts[CONTENT], calls)
+            texts[name] += part
+    return Answer(str.__str__(texts[REASONING]), str.__str__(texts[CONTENT]), calls)
 
 
-def _calls(tokenizer: TokenizerWrapper, text: str) -> list[dict[str, Any]]:
+def _without_ends(tokenizer: Any, answer: Sequence[int] | str) -> str:
+    """Text of ``answer`` up to its end id."""
+    ends = tokenizer.end_ids
+    if not isinstance(answer, str):
+        ids = [int(token_id) for token_id in answer]
+        stop = next((i for i, token_id in enumerate(ids) if token_id in ends), len(ids))
+        return tokenizer.decode(ids[:stop])
+    if isinstance(answer, DecodedText):
+        names = [tokenizer.decode([end]) for end in ends]
+        for start, stop in answer.controls:
+            if answer.plain()[start:stop] in names:
+                return answer[:start]
+    return answer
+
+
+def _calls(text: str, tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     try:
-        return tokenizer.tool_parser(text, None)
+        return parse_tool_call(text, tools)
     except ValueError:
         return []

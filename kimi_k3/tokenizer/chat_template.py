@@ -11,16 +11,21 @@ and the model also leaves sections without closing them, closes them without ``<
 or writes none. So every control id counts by itself, and the word after ``<|open|>`` or
 ``<|close|>`` says what follows, whatever was open before. Text that spells a marker
 matches none of them; see ``decoded.py``.
+
+Each marker is an edge twice: as control id, and as the string for hosts that decode by
+themselves.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from .prompt import RenderedPrompt
+from .decoded import control_characters
+from .prompt import Piece, RenderedPrompt
 from .xtml import CLOSE, END, OPEN, SEP, chat_options, render
 
 __all__ = ["RESPONSE_FORMAT", "apply_chat_template"]
 
-Edges = list[tuple[str, str]]
+Edges = list[tuple[Sequence[str], str]]
 
 # mlx-lm's names: what it does with the text of these states. It drops that of others.
 REASONING, CONTENT, CALL = "reasoning", "normal", "tool"
@@ -39,12 +44,18 @@ def _transitions() -> dict[str, Edges]:
     transitions: dict[str, Edges] = {}
     for state in (REASONING, CONTENT, TOOLS):
         opening, closing = f"{state}: opened", f"{state}: closed"
-        marks = [(OPEN.text, opening), (CLOSE.text, closing)]
         # A separator belongs to the tag before it, which has had its effect.
-        transitions[state] = [*marks, (SEP.text, state), (END.text, CONTENT)]
-        back = [*marks, (SEP.text, state), (END.text, CONTENT)]
-        transitions[opening] = [*back, *_OPENED.items()]
-        transitions[closing] = [*back, *_CLOSED.items()]
+        marks = [
+            *_edge(opening, OPEN),
+            *_edge(closing, CLOSE),
+            *_edge(state, SEP),
+            *_edge(CONTENT, END),
+        ]
+        transitions[state] = marks
+        # No tag goes on in another line: what began none hides no more than this one.
+        marks = [*marks, ("\n", state)]
+        transitions[opening] = [*marks, *_OPENED.items()]
+        transitions[closing] = [*marks, *_CLOSED.items()]
     transitions[CALL] = _end_of_call()
     return transitions
 
@@ -55,9 +66,18 @@ def _end_of_call() -> Edges:
     ``<|close|>`` stays in the text, so that the parser can tell a whole call from one
     that was cut. What is left of an irregular end is no argument, and so ignored.
     """
-    ends = [f"call{SEP.text}", f"tools{SEP.text}", f"message{SEP.text}", END.text]
-    opened = f"{OPEN.text}response{SEP.text}"
-    return [*((end, CONTENT) for end in ends), (opened, CONTENT)]
+    edges = [*_edge(CONTENT, END), *_edge(CONTENT, OPEN, Piece("response"), SEP)]
+    for tag in ("call", "tools", "message"):
+        edges += _edge(CONTENT, Piece(tag), SEP)
+    return edges
+
+
+def _edge(state: str, *pieces: Piece) -> Edges:
+    """From ``pieces`` to ``state``, of DecodedText and of ordinary strings."""
+    exact: list[str] = []
+    for text, control in pieces:
+        exact += control_characters(text) if control else text
+    return [(tuple(exact), state), ("".join(piece.text for piece in pieces), state)]
 
 
 #: What mlx-lm reads: state → edges (text, next state).

@@ -5,12 +5,14 @@ to edit a file that holds it. In a plain string that looks like structure, and h
 look for structure in strings. The string made here tells them apart:
 
 - a host that compares it character by character with a marker, as mlx-lm's
-  ``TextStateMachine`` does, finds only markers that were control ids, because the last
-  character of one spelled in text compares unequal to the character it shows;
+  ``TextStateMachine`` does, finds control ids only where it is given
+  :func:`control_characters`, and text that spells a marker nowhere;
 - code of this package asks :attr:`DecodedText.controls`.
 """
 
+from bisect import bisect
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, SupportsIndex
 
 from .aware_text import AwareText
@@ -24,6 +26,8 @@ class DecodedText(AwareText):
     """``text``, in which the names of control ids lie at ``controls``.
 
     Part of a control name, and what is added as an ordinary string, is ordinary text.
+    Characters taken out one by one look like those of the text, but those of control
+    names are not equal to them, nor is the last one of a marker that text spells.
     """
 
     controls: Ranges
@@ -74,15 +78,46 @@ class DecodedText(AwareText):
         return DecodedText.joined(before, self, after)
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
-        character = super().__getitem__(key)
-        if character == ">" and not isinstance(key, slice):
-            stop = range(len(self))[key] + 1
-            if super().endswith(MARKERS, 0, stop) and not self._is_control(stop):
-                return _SpelledEnd(character)
+        if isinstance(key, slice):
+            return super().__getitem__(key)
+        character = str.__getitem__(self, key)
+        place = range(len(self))[key]
+        before = bisect(self.controls, (place, len(self))) - 1
+        if before >= 0 and place < self.controls[before][1]:
+            start, stop = self.controls[before]
+            return control_characters(self.plain()[start:stop])[place - start]
+        if character == ">" and super().endswith(MARKERS, 0, place + 1):
+            return _SpelledEnd(character)
         return character
 
-    def _is_control(self, stop: int) -> bool:
-        return any(last == stop for _, last in self.controls)
+
+@cache
+def control_characters(name: str) -> tuple[str, ...]:
+    """What one gets from a DecodedText, one by one, where the control id ``name`` is."""
+    return tuple(_ControlCharacter(name, place) for place in range(len(name)))
+
+
+class _ControlCharacter(str):
+    """Character ``place`` of a control name: equal to itself and to no other."""
+
+    identity: tuple[str, int]
+
+    def __new__(cls, name: str, place: int) -> "_ControlCharacter":
+        character = super().__new__(cls, name[place])
+        character.identity = (name, place)
+        return character
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ControlCharacter) and self.identity == other.identity
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 class _SpelledEnd(str):

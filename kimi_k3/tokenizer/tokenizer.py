@@ -7,7 +7,6 @@ else: text that spells a marker is text unless the caller says otherwise.
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +225,16 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         first = self._bpe.first_control
         if skip_special_tokens:
             ids = [token_id for token_id in ids if token_id < first]
-        # Neighbours share a run if both are ordinary: a control id is one by itself.
-        runs = groupby(enumerate(ids), key=lambda at: at[0] if at[1] >= first else -1)
-        return DecodedText.of(
-            (
-                self.bytes_of([i for _, i in run]).decode("utf-8", errors="replace"),
-                place >= 0,
-            )
-            for place, run in runs
-        )
+        controls = [i for i, token_id in enumerate(ids) if token_id >= first]
+        pieces: list[tuple[str, bool]] = []
+        done = 0
+        for place in [*controls, len(ids)]:
+            ordinary = self.bytes_of(ids[done:place])
+            pieces.append((ordinary.decode("utf-8", errors="replace"), False))
+            name = self.bytes_of(ids[place : place + 1])
+            pieces.append((name.decode(), bool(name)))
+            done = place + 1
+        return DecodedText.of(pieces)
 
     # Vocabulary
 
