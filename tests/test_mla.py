@@ -1,8 +1,10 @@
 """Gated NoPE MLA against the oracle: odd sizes, cached, padded, with and without LoRA."""
 
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from closeness import assert_close, relative_error
@@ -10,6 +12,10 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from oracle_mla import MlaCache
 from oracle_pair import MODULE, SIZES, Pair, float64, make_pair
+
+from kimi_k3.config import ModelArgs, TextArgs
+from kimi_k3.models import mla
+from kimi_k3.nano.config import small_config
 
 LAYER = 3
 
@@ -31,9 +37,12 @@ def pair(
     return make_pair(tmp_path_factory.mktemp("t1"), **VARIANTS[request.param])
 
 
+def mask_of(x: mx.array, cache: Any = None) -> Any:
+    return create_attention_mask(x, cache, return_array=True)
+
+
 def attend(pair: Pair, x: mx.array, cache: Any = None) -> mx.array:
-    mask = create_attention_mask(x, cache, return_array=True)
-    return pair.model.layers[LAYER].self_attn(x, mask, cache)
+    return pair.model.layers[LAYER].self_attn(x, mask_of(x, cache), cache)
 
 
 def truth(pair: Pair, x: mx.array, cache: MlaCache | None = None) -> tuple[Any, Any]:
@@ -105,3 +114,109 @@ def test_a_mistake_is_seen(pair: Pair, mistake: str) -> None:
         got = attend(pair, x)
         attn.use_gate = True
     assert relative_error(got[0], want) > 10 * MODULE
+
+
+def grouped_args(**sizes: Any) -> TextArgs:
+    """Sizes of which quantisation groups of 32 divide every one."""
+    text = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_attention_heads": 6,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+    } | sizes
+    text["num_key_value_heads"] = text["num_attention_heads"]
+    return ModelArgs.from_dict(small_config(text, {})).text_config
+
+
+class TestBlocks:
+    """Prompts are attended to in blocks of heads and rows; the result is the same."""
+
+    @pytest.mark.parametrize("tokens", [7, 33])
+    @pytest.mark.parametrize("before", [0, 20])
+    @pytest.mark.parametrize("block_bytes", [1, 500, 2000, 2**26])
+    def test_any_block_is_the_oracle(
+        self,
+        pair: Pair,
+        monkeypatch: pytest.MonkeyPatch,
+        tokens: int,
+        before: int,
+        block_bytes: int,
+    ):
+        attn = pair.model.layers[LAYER].self_attn
+        monkeypatch.setattr(attn, "block_bytes", block_bytes)
+        monkeypatch.setattr(type(attn), "_absorbs", lambda self, tokens: False)
+        monkeypatch.setattr(mla, "BLOCK_ROWS", 5)
+        x = pair.inputs(1, before + tokens)
+        cache = KVCache()
+        if before:
+            attend(pair, x[:, :before], cache)
+        want, _ = truth(pair, x[0])
+        got = attend(pair, x[:, before:], cache)
+        assert_close(got[0], want[before:], rel=MODULE, where=f"{block_bytes}")
+
+    @pytest.mark.parametrize("absorbs", [True, False])
+    def test_both_forms_are_the_oracle(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, absorbs: bool
+    ):
+        attn = pair.model.layers[LAYER].self_attn
+        monkeypatch.setattr(type(attn), "_absorbs", lambda self, tokens: absorbs)
+        x = pair.inputs(2, 17)
+        want = np.stack([truth(pair, row)[0] for row in x])
+        assert_close(attend(pair, x), want, rel=MODULE, where=f"{absorbs}")
+
+    def test_left_padded_rows(self, pair: Pair, monkeypatch: pytest.MonkeyPatch):
+        attn = pair.model.layers[LAYER].self_attn
+        monkeypatch.setattr(attn, "block_bytes", 700)
+        monkeypatch.setattr(type(attn), "_absorbs", lambda self, tokens: False)
+        monkeypatch.setattr(mla, "BLOCK_ROWS", 4)
+        test_left_padded_rows_are_rows_alone(pair)
+
+    def test_quantised_projections(self, pair: Pair, monkeypatch: pytest.MonkeyPatch):
+        """Heads of quantised projections are cut the same way."""
+        args = grouped_args()
+        mx.random.seed(3)
+        attn = mla.GatedMLA(args)
+        nn.quantize(attn, group_size=32, bits=4)
+        x = mx.random.normal((1, 23, args.hidden_size))
+        mask = mask_of(x)
+        monkeypatch.setattr(mla.GatedMLA, "_absorbs", lambda self, tokens: False)
+        want = attn(x, mask)
+        attn.block_bytes = 300
+        monkeypatch.setattr(mla, "BLOCK_ROWS", 5)
+        assert_close(attn(x, mask), want, rel=MODULE, where="quantised")
+
+    def test_blocks_keep_to_their_bytes(self):
+        """The scores of a block, over all lengths and widths that K3 meets."""
+        attn = mla.GatedMLA(grouped_args())
+        for keys in (1, 2048, 65_536, 2**20):
+            for tokens in (2, 100, 2048):
+                for batch in (1, 8):
+                    heads, rows = attn._block(batch, tokens, keys, 2)
+                    assert 1 <= heads <= attn.num_heads
+                    assert 1 <= rows <= tokens
+                    assert batch * heads * rows * keys * 2 <= attn.block_bytes
+
+    def test_memory_does_not_grow_with_heads_and_rows(self):
+        """Peak of a chunk in blocks, against all at once. MLX runs some tasks ahead."""
+        attn = mla.GatedMLA(grouped_args(num_attention_heads=32))
+        x = mx.random.normal((1, 512, attn.g_proj.weight.shape[1]))
+        cache = KVCache()
+        lora, shared = attn.kv_lora_rank, attn.shared_dim
+        latent = mx.random.normal((1, 1, 512, lora))
+        cache.update_and_fetch(latent, mx.random.normal((1, 1, 512, shared)))
+        mask = mask_of(x, cache)
+        mx.eval(attn.parameters(), x, mask, cache.state)
+        peaks = []
+        for block_bytes in (2**30, 2**20):
+            attn.block_bytes = block_bytes
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(attn(x, mask, copy(cache)))
+            peaks.append(mx.get_peak_memory() - before)
+        whole = 32 * 512 * 1024 * 4
+        assert peaks[0] > whole
+        assert peaks[1] < whole / 2

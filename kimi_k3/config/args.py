@@ -18,6 +18,7 @@ from .keys import (
     LINEAR_DEFAULTS,
     LINEAR_REQUIRED,
     NULLABLE,
+    OPTIONS,
     REQUIRED,
     SUPPORTED,
 )
@@ -99,6 +100,7 @@ class TextArgs:
     expert_counts: tuple[int, ...] | None = None
     expert_bank_split: tuple[int, ...] | None = None
     expert_top_p: float | None = None
+    attention_block_bytes: int = 2**26
 
     def is_kda_layer(self, layer: int) -> bool:
         """Whether 0-based ``layer`` is Kimi Delta Attention (else it is MLA)."""
@@ -187,7 +189,8 @@ class ModelArgs:
     def from_dict(cls, params: Any) -> "ModelArgs":
         """Read a parsed ``config.json``; a flat one is taken as its ``text_config``.
 
-        ``expert_top_p`` may also stand at the top, where hosts put options, and wins.
+        What is nobody's size but a choice, :data:`~.keys.OPTIONS`, may also stand at
+        the top, where hosts put options, and wins there.
         """
         from ..checkpoint.foreign import refuse_foreign_config
 
@@ -196,9 +199,9 @@ class ModelArgs:
         text = params.get("text_config")
         if text is None:
             text = {k: v for k, v in params.items() if k != "model_type"}
-        elif "expert_top_p" in params and not isinstance(text, TextArgs):
+        elif not isinstance(text, TextArgs):
             text = checks.require_object(text, "text_config")
-            text = text | {"expert_top_p": params["expert_top_p"]}
+            text = text | {key: params[key] for key in OPTIONS if key in params}
         if not isinstance(text, TextArgs):
             text = TextArgs.from_dict(text)
         vision = params.get("vision_config")

@@ -61,7 +61,11 @@ DEFAULTS: dict[str, Any] = {
     "expert_counts": None,  # num_experts in every MoE layer
     "expert_bank_split": None,  # one bank in every layer
     "expert_top_p": None,  # every chosen expert runs
+    "attention_block_bytes": 2**26,  # scores that MLA computes at a time in a prompt
 }
+
+#: Those of :data:`DEFAULTS` that a user chooses for any checkpoint.
+OPTIONS = ("expert_top_p", "attention_block_bytes")
 
 #: The same for ``text_config.linear_attn_config``.
 LINEAR_REQUIRED = (
