@@ -98,14 +98,18 @@ class Chunk:
         return out, time.perf_counter() - start, mx.get_peak_memory() - there
 
 
+def difference(got: mx.array, want: mx.array) -> float:
+    """max|got - want| / max|want|."""
+    return float(f"{(mx.abs(got - want).max() / mx.abs(want).max()).item():.1e}")
+
+
 def measure_context(
     layers: dict[str, Any], context: int, tokens: int, runs: int
 ) -> dict[str, Any]:
     """Medians of both layers at one length, and their ratios, mlx-lm's over ours."""
     chunk = Chunk(context, min(tokens, context))
     first = {name: chunk.read(layer)[0] for name, layer in layers.items()}
-    largest = mx.abs(first[THEIRS]).max()
-    error = float((mx.abs(first[OURS] - first[THEIRS]).max() / largest).item())
+    error = difference(first[OURS], first[THEIRS])
     del first
     if not error <= LIMIT:
         raise RuntimeError(f"outputs at {context} tokens differ by {error}")
@@ -117,7 +121,7 @@ def measure_context(
             _, turn[name], peak = chunk.read(layers[name])
             peaks[name] = max(peaks[name], peak)
         turns.append(turn)
-    found: dict[str, Any] = {"error": float(f"{error:.1e}")}
+    found: dict[str, Any] = {"error": error}
     for name in layers:
         seconds = statistics.median(turn[name] for turn in turns)
         found |= {f"{name} s": round(seconds, 3), f"{name} MB": peaks[name] // 10**6}
