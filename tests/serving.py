@@ -98,8 +98,9 @@ def serve_script(
     """mlx-lm's server classes in this process, on a scripted model."""
     provider = _provider(options)
 
-    def load(*_: Any, **__: Any) -> tuple[Any, Any, dict[str, Any]]:
-        return model, tokenizer, {"model_type": "kimi_k3"}
+    def load(*_: Any, return_config: bool = False, **__: Any) -> tuple[Any, ...]:
+        config = {"model_type": "kimi_k3"}
+        return (model, tokenizer, config) if return_config else (model, tokenizer)
 
     listening = threading.Event()
     started: list[ThreadingHTTPServer] = []
