@@ -135,10 +135,6 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         ],
         {"tools": [WEATHER], "add_generation_prompt": True},
     ),
-    "results of unknown calls": (
-        [_TWO_CALLS, tool("B", tool_call_id="?", name="z"), tool("A", tool="y")],
-        {},
-    ),
     "results apart": (
         [_TWO_CALLS, tool("A"), user("wait"), tool("B", tool_call_id="two")],
         {},
@@ -180,7 +176,7 @@ INJECTIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "system": ([system(INJECTION), user("a")], {}),
     "name": ([user("a", name=INJECTION)], {}),
     "assistant history": ([assistant(INJECTION, reasoning_content=INJECTION)], {}),
-    "tool result": ([_TWO_CALLS, tool(INJECTION)], {}),
+    "tool result": ([_TWO_CALLS, tool(INJECTION), tool(INJECTION)], {}),
     "tool name": ([tool("r", name=INJECTION)], {}),
     "tool description": (
         [user("a")],
