@@ -58,11 +58,12 @@ def effort_note(effort: Any) -> str:
     )
 
 
-def tool_choice_note(choice: Any, tools: Iterable[Any]) -> str | None:
+def tool_choice_note(choice: Any, tools: Iterable[Any] | None) -> str | None:
     """Whether to call one of ``tools``; None if that is up to the model.
 
     K3 can be told to call tools, but not which. So OpenAI's object that names a
     function is a plain ``required`` where no other tool is declared, and refused else.
+    ``tools`` None says that more may be declared later.
     """
     if isinstance(choice, Mapping):
         choice = _choice_of_one(choice, tools)
@@ -79,12 +80,12 @@ def tool_choice_note(choice: Any, tools: Iterable[Any]) -> str | None:
     )
 
 
-def _choice_of_one(choice: Mapping[str, Any], tools: Iterable[Any]) -> Any:
+def _choice_of_one(choice: Mapping[str, Any], tools: Iterable[Any] | None) -> Any:
     name = _name(choice)
     if choice.get("type") != "function" or name is None:
         return choice
-    declared = [_name(tool) for tool in tools]
-    if declared != [name]:
+    declared = {} if tools is None else dict.fromkeys(_name(tool) for tool in tools)
+    if tools is not None and [*declared] != [name]:
         raise ChatError(
             f"tool_choice names the function {name!r}, and the tools declared are "
             f"{', '.join(map(repr, declared)) or 'none'}. Kimi K3 can be told to call "

@@ -106,8 +106,12 @@ def _closing_notes(
     page: _Page, messages: Iterable[Message], options: ChatOptions
 ) -> None:
     """What the caller asks of the next message, told after all messages."""
-    later = [tool for message in messages for tool in message.tools]
-    choice = tool_choice_note(options.tool_choice, [*(options.tools or ()), *later])
+    tools = None
+    # Hosts also render the start of a conversation, to find where it ends in the whole.
+    if options.add_generation_prompt or options.continue_final_message:
+        later = [tool for message in messages for tool in message.tools]
+        tools = [*(options.tools or ()), *later]
+    choice = tool_choice_note(options.tool_choice, tools)
     wanted = response_format_note(options.response_format, options.response_schema)
     if choice is not None:
         page.note("tool-choice", choice)
@@ -144,10 +148,10 @@ def _attributes(message: Message) -> dict[str, str | int | None]:
 def _open_message(page: _Page, message: Message, options: ChatOptions) -> None:
     """``message`` up to the end of what it says, so that a model goes on from there."""
     where = f"message {message.index}"
-    if message.tools or message.tool_calls:
+    if message.tools or message.tool_calls or message.role == "tool":
         raise ChatError(
-            f"{where} cannot be continued: it declares or calls tools, which are "
-            "complete. Use add_generation_prompt instead."
+            f"{where} cannot be continued: it declares or calls tools, or is a result "
+            "of one, which are complete. Use add_generation_prompt instead."
         )
     page.open("message", **_attributes(message))
     if message.role != "assistant":
