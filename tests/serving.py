@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -64,9 +64,15 @@ class Server:
 
 @contextlib.contextmanager
 def serve_build(
-    folder: Path, *options: str, command: Sequence[str] = ()
+    folder: Path,
+    *options: str,
+    command: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """The installed ``mlx_lm.server`` on ``folder``; ``command`` in its place."""
+    """The installed ``mlx_lm.server`` on ``folder``; ``command`` in its place.
+
+    ``environment`` is added to that of this process.
+    """
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -75,7 +81,7 @@ def serve_build(
         [*command, "--model", str(folder), "--port", str(port), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
     )
     server = Server(port, process)
     try:
@@ -113,7 +119,7 @@ def serve_script(
             started.append(self)
             listening.set()
 
-        def handle_error(self, *_: Any) -> None:
+        def handle_error(self, request: Any, client_address: Any) -> None:
             """Clients of these tests go away in mid-answer on purpose."""
 
     with mock.patch.object(mlx_lm.server, "load", load):
@@ -183,9 +189,10 @@ class ScriptedModel(nn.Module):
         time.sleep(self.seconds)
         B, T = inputs.shape
         held = cache[0][0]
-        rows = [[0, 0] for _ in range(B)] if held is None else held.tolist()
+        rows: Any = [[0, 0] for _ in range(B)] if held is None else held.tolist()
+        prompts: Any = inputs.tolist()
         logits = mx.zeros((B, T, len(self.tokenizer)))
-        for row, ids in enumerate(inputs.tolist()):
+        for row, ids in enumerate(prompts):
             script, place = rows[row]
             if T > 1:
                 self.prompts.append(ids)
