@@ -99,10 +99,10 @@ _TOOLS = [*opened("tools"), *_CALL, *closed("tools")]
 def _said(
     reasoning: str | Piece = _R, content: str | Piece = "", calls: Any = ()
 ) -> Answer:
-    texts = [
+    reasoning, content = (
         text.text if isinstance(text, Piece) else text for text in (reasoning, content)
-    ]
-    return Answer(*texts, list(calls))
+    )
+    return Answer(reasoning, content, list(calls))
 
 
 _PLAIN, _ASKING, _SILENT = _said(content=_A), _said(calls=[_CALLED]), _said("", _A)

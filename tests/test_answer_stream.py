@@ -37,7 +37,7 @@ from kimi_k3.tokenizer.prompt import Piece
 
 TOKENIZER: TokenizerWrapper = load_tokenizer(NANO_FOLDER)
 
-RANDOM = [random_shape(seed) for seed in range(120)]
+RANDOM = [random_shape(seed) for seed in range(90)]
 
 
 @dataclass
@@ -138,7 +138,7 @@ def test_every_shape_is_told_apart(name: str):
     shape = SHAPES[name]
     for letters in (False, True):
         assert read(TOKENIZER, shape, letters=letters) == shape.said
-        for together in (1, 2, 3, 7, 10_000):
+        for together in (2, 10_000) if letters else (1, 2, 3, 7):
             for streamed in (False, True):
                 reply = serve(
                     shape, streamed=streamed, together=together, letters=letters
@@ -149,15 +149,15 @@ def test_every_shape_is_told_apart(name: str):
                     assert reply.finish == "tool_calls"
 
 
-@pytest.mark.parametrize("part", range(0, len(RANDOM), 40))
+@pytest.mark.parametrize("part", range(0, len(RANDOM), 30))
 def test_random_answers(part: int):
-    for seed, shape in enumerate(RANDOM[part : part + 40], start=part):
+    for seed, shape in enumerate(RANDOM[part : part + 30], start=part):
         together = 1 + seed % 5
         letters = seed % 7 == 0
         assert read(TOKENIZER, shape, letters=letters) == shape.said, seed
-        for streamed in (False, True):
-            reply = serve(shape, streamed=streamed, together=together, letters=letters)
-            assert reply.whole == shape.said, seed
+        streamed = seed % 2 == 0
+        reply = serve(shape, streamed=streamed, together=together, letters=letters)
+        assert reply.whole == shape.said, seed
 
 
 def test_random_answers_hold_what_is_looked_for():
@@ -187,8 +187,7 @@ def test_cut_anywhere(name: str):
         assert not any(mark in said.reasoning + said.content for mark in marks)
         seen.add(count)
         cut = Shape(_decoded_pieces(ids[:stop]), said, finish=LENGTH)
-        for streamed in (False, True):
-            assert serve(cut, streamed=streamed).whole == said
+        assert serve(cut, streamed=stop % 2 == 0).whole == said
     assert seen == set(range(len(whole.said.tool_calls) + 1))
 
 
@@ -233,7 +232,7 @@ def test_both_end_ids_and_what_follows_them_are_left_out():
 
 def test_text_of_mlx_lm_is_read_like_ids():
     """``mlx_lm.generate`` adds up the segments of a detokenizer."""
-    for shape in [*SHAPES.values(), *RANDOM[:50]]:
+    for shape in [*SHAPES.values(), *RANDOM[:20]]:
         text = ""
         for segment, _ in _segments(shape, 1, False):
             text += segment
