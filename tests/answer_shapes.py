@@ -131,6 +131,9 @@ SHAPES = {
     "think closed without sep, calls": Shape(
         [_R, CLOSE, Piece("think"), *_TOOLS, *_END], _ASKING
     ),
+    "think closed without sep, text": Shape(
+        [_R, CLOSE, Piece("think"), _A, *_END], _PLAIN
+    ),
     "response inside think": Shape([_R, *_ANSWERED, *_END], _PLAIN),
     "tools inside think": Shape([_R, *_TOOLS, *_END], _ASKING),
     "message closed in think": Shape([_R, *_END], _said()),
@@ -154,6 +157,10 @@ SHAPES = {
     ),
     "response closed without sep": Shape(
         [*_THOUGHT, *opened("response"), _A, CLOSE, Piece("response")], _PLAIN
+    ),
+    "response closed without sep, text": Shape(
+        [*_THOUGHT, *opened("response"), Piece("A"), CLOSE, Piece("response"), _A],
+        _said(content="A" + _A.text),
     ),
     "tools inside response": Shape(
         [*_THOUGHT, *opened("response"), _A, *_TOOLS, *_END],
