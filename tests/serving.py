@@ -168,13 +168,13 @@ class ScriptedModel(nn.Module):
     """Says ``answers[n]``, ids, to a prompt that ends on ``script n``, else the first.
 
     A row's cache holds which answer it is in and how far. After its last id an answer
-    goes on with the end id. ``seconds`` is what a token takes.
+    goes on with the end id. ``seconds`` is what a step takes, ``steps`` counts them.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, answers: Sequence[Sequence[int]]):
         super().__init__()
         self.tokenizer, self.answers = tokenizer, [list(answer) for answer in answers]
-        self.seconds = 0.0
+        self.seconds, self.steps = 0.0, 0
         self.layers: list[Any] = []
         self.prompts: list[list[int]] = []
         self._start = tokenizer.encode("<|open|>think<|sep|>", add_special_tokens=False)
@@ -187,6 +187,7 @@ class ScriptedModel(nn.Module):
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """(B, T) ids → (B, T, vocabulary) logits with one id far above the others."""
         time.sleep(self.seconds)
+        self.steps += 1
         B, T = inputs.shape
         held = cache[0][0]
         rows: Any = [[0, 0] for _ in range(B)] if held is None else held.tolist()
