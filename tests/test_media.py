@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,3 +241,16 @@ def test_images_put_into_text_are_found_out(pair, monkeypatch):
     monkeypatch.setattr(media, "IMAGE", spelled)
     with pytest.raises(ChatError, match="has 1 images and 0 sizes"):
         expand_images(prompt, [])
+
+
+def test_the_pages_example(tk):
+    """docs/tokenizer.md, as it stands."""
+    page = (Path(__file__).parents[1] / "docs/tokenizer.md").read_text("utf-8")
+    (example,) = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "expand_images" in code
+    ]
+    names: dict[str, Any] = {"tokenizer": tk, "messages": [user([image()])]}
+    exec(example, names)
+    assert names["ids"].count(tk.convert_tokens_to_ids("<|media_pad|>")) == 22 * 16
