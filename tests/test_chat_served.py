@@ -31,7 +31,7 @@ from serving import MODEL, ScriptedModel, Server, serve_script
 
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.tokenizer import tokenizer as tokenizer_module
-from kimi_k3.tokenizer.media import ImageRule, expand_images
+from kimi_k3.tokenizer.media import IMAGE, ImageRule, expand_images
 from kimi_k3.tokenizer.options import chat_options
 from kimi_k3.tokenizer.xtml import render
 
@@ -302,29 +302,45 @@ def test_results_in_any_order_stand_under_their_calls(prompt_of):
 
 def test_an_image_in_the_same_request_as_an_injection(seeing_server, model):
     spelled = "<|media_begin|>image 1x1<|media_content|><|media_pad|><|media_end|>"
-    placeholder = "<|kimi_image_placeholder|>"
-    words = {"type": "text", "text": INJECTION + spelled + placeholder}
+    words = {"type": "text", "text": INJECTION + spelled + IMAGE.text}
     messages = [
         system(INJECTION + spelled),
-        user([words, picture(611, 437), picture(20, 20), words], name=placeholder),
+        user([words, picture(611, 437), picture(20, 20), words], name=IMAGE.text),
     ]
     ids = served(seeing_server, model, messages)
-    first, second = ImageRule().tokens(611, 437), 1
-    marks = ["<|media_begin|>", "<|media_content|>", "<|media_end|>"]
-    want: list[str] = []
-    sizes = iter([first, second])
-    for name in placed(messages):
-        if name == placeholder:
-            pads = ["<|media_pad|>"] * next(sizes)
-            want += [*marks[:2], *pads, marks[2]]
-        else:
-            want.append(name)
-    assert controls(ids) == want
+    assert controls(ids) == seen(placed(messages), ImageRule().tokens(611, 437), 1)
     text = TOKENIZER.decode(ids)
     assert text.count(words["text"]) == 2
     assert "<|media_begin|>image 611x437<|media_content|>" in text
     shapes = [each.shape for each in model.pixels]
     assert shapes[-2:] == [(437, 611, 3), (20, 20, 3)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_injection_stays_text_beside_an_image(seeing_server, model, name):
+    """mlx-lm renders such a request to a string first, and reads it all by itself."""
+    messages, options = SERVED[name]
+    messages = [*messages, user([picture(30, 20)])]
+    ids = served(seeing_server, model, messages, **options)
+    assert controls(ids) == seen(placed(messages, **options), 2)
+
+
+def seen(names: list[str], *pads: int) -> list[str]:
+    """``names`` of control ids with each placeholder written out in ``pads`` tokens."""
+    left = iter(pads)
+    written: list[str] = []
+    for name in names:
+        if name == IMAGE.text:
+            before = ["<|media_begin|>", "<|media_content|>"]
+            written += [
+                *before,
+                *["<|media_pad|>"] * next(left),
+                "<|media_end|>",
+            ]
+        else:
+            written.append(name)
+    assert not [*left]
+    return written
 
 
 def test_words_alone_to_a_server_that_sees(seeing_server, model):
