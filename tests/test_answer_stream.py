@@ -46,6 +46,8 @@ class Reply:
 
     finish: str = ""
     deltas: list[Answer] = field(default_factory=list)
+    #: How many chunks had come when each of them was sent.
+    places: list[int] = field(default_factory=list)
 
     @property
     def whole(self) -> Answer:
@@ -74,7 +76,7 @@ def serve(
     texts = {"reasoning": "", "normal": "", "tool": ""}
     calls: list[str] = []
     reply, called, now = Reply(), False, before
-    for text, finish in _segments(shape, together, letters):
+    for place, (text, finish) in enumerate(_segments(shape, together, letters), 1):
         segments: list[tuple[Any, str]]
         if finish == STOP:
             state, now = TextStateMachine.discard(state)
@@ -97,6 +99,7 @@ def serve(
         if finish or (streamed and before != "tool"):
             told = [_call(found) for found in formatter(calls)]
             reply.deltas.append(Answer(texts["reasoning"], texts["normal"], told))
+            reply.places.append(place)
             texts |= {"reasoning": "", "normal": ""}
             calls = []
         if finish:
@@ -198,16 +201,25 @@ def _decoded_pieces(ids: list[int]) -> Pieces:
 
 
 def test_a_call_arrives_when_it_closes():
-    """Not with the others at the end of the section; text before it not later either."""
-    calls = [asked(f"f{n}", text="x " * 50) for n in range(3)]
+    """B25: a long argument is one delta, but it waits for nothing that comes after it."""
+    calls = [
+        asked(f"f{n}", text='"Line"\n' * count) for n, count in enumerate((500, 9, 9))
+    ]
     pieces = [Piece("R"), *closed("think"), *section("response", "A"), *opened("tools")]
+    arrived = []
     for one in calls:
         pieces += call(one["name"], argument("text", one["arguments"]["text"]))
+        arrived.append(len(ids_of(TOKENIZER, pieces)))
+    assert arrived[0] > 2000
     shape = Shape([*pieces, *closed("tools")], Answer("R", "A", calls))
-    deltas = [d for d in serve(shape, streamed=True).deltas if d != Answer()]
-    assert [d.tool_calls for d in deltas if d.tool_calls] == [[one] for one in calls]
-    assert deltas[0].reasoning
-    assert deltas[-1].tool_calls == calls[-1:]
+    reply = serve(shape, streamed=True)
+    told = [(n, d) for n, d in enumerate(reply.deltas) if d != Answer()]
+    assert [d for _, d in told] == [
+        *(Answer("R"), Answer("", "A")),
+        *(Answer(tool_calls=[one]) for one in calls),
+    ]
+    # The next delta after the id that closes it: in a call, mlx-lm sends none.
+    assert [reply.places[n] for n, _ in told[2:]] == arrived
 
 
 @pytest.mark.parametrize("word", ["four", "<|close|>", "</x>", "\n\n"])
