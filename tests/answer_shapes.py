@@ -150,6 +150,14 @@ SHAPES = {
     "no think, closed at once": Shape([*closed("think"), *_ANSWERED, *_END], _SILENT),
     "no think, calls": Shape([*_TOOLS, *_END], _said("", calls=[_CALLED])),
     "no response opened": Shape([*_THOUGHT, _A, *_END], _PLAIN),
+    "a tag of no meaning": Shape(
+        [_R, *opened("note", ' a="b"'), _R, *closed("note"), *closed("think"), _A],
+        _said(_R.text * 2, _A),
+    ),
+    "a tag without an end hides its line": Shape(
+        [_R, OPEN, Piece("odd\n"), _R, CLOSE, Piece("odd\n"), *closed("think"), _A],
+        _said(_R.text * 2, _A),
+    ),
     # Sections that are not closed.
     "response not closed": Shape([*_THOUGHT, *opened("response"), _A], _PLAIN),
     "message closed instead of response": Shape(

@@ -6,7 +6,10 @@ import pytest
 from scripted_answers import TOKENIZER, ids_of, marked
 
 from kimi_k3 import read_answer
+from kimi_k3.answers.answers import Answer
 from kimi_k3.answers.drift import drifts, prose
+from kimi_k3.answers.generation_measures import Measurer
+from kimi_k3.answers.generation_prompts import Prompt
 from kimi_k3.answers.generation_sections import TEXT, Markers, Section
 from kimi_k3.answers.stops import Stop, stop_of
 from kimi_k3.answers.tool_calls import (
@@ -236,6 +239,39 @@ def test_prose():
     assert prose("a `b` c ```d\ne``` f https://g.h/i j") == "a   c   f   j"
     assert prose("it's Bob's idea") == "it's Bob's idea"
     assert prose("x\n> y\nz") == "x\n \nz"
+
+
+def measured(text: str, begins_in: str, tools: Any = ()) -> dict[str, Any]:
+    """Measure → numerator, of an answer that ends by itself."""
+    ids = tuple(marked(text))
+    given = Answer("c", 0, "greedy", 0, 0, "[EOS]", text, ids, "", "")
+    prompt = Prompt("c", 0, (1,), begins_in, "What is the capital of France?", tools)
+    pairs = Measurer(TOKENIZER).measure(given, prompt).pairs
+    return {name: numerator for name, (numerator, _) in pairs.items()}
+
+
+def test_thinking_and_response_are_judged_apart():
+    english, chinese = "The answer is as simple as it was.", "答案和以前一样简单明了。"
+    # However the model leaves its thinking.
+    for end in ("<|close|>think<|sep|>", "<|close|>think", ""):
+        text = f"{english}{end}<|open|>response<|sep|>{chinese}<|close|>response<|sep|>"
+        found = measured(text, "think")
+        assert (found["think_drift"], found["language_drift"]) == (0, 1)
+        assert found["open_section"] == 0
+    raw = measured(chinese, "text")
+    assert raw["language_drift"] == 1
+    assert "think_drift" not in raw
+
+
+def test_a_call_is_read_with_the_tools_that_were_offered():
+    """A block of JSON that is no object is the argument of a tool that takes one."""
+    only = {"type": "object", "properties": {"only": {}}, "required": ["only"]}
+    tools = ({"function": {"name": "f", "parameters": only}},)
+    block = '<|open|>json type="object"<|sep|>[1]<|close|>json<|sep|>'
+    found = measured(answer(CALL.format("f", block)), "think", tools)
+    assert (found["calls_tools"], found["tool_call_valid"]) == (1, 1)
+    text = measured(answer(CALL.format("f", block)), "text")
+    assert not {"calls_tools", "calls_unoffered", "tool_call_parses"} & {*text}
 
 
 @pytest.mark.parametrize(
