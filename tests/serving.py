@@ -34,6 +34,9 @@ HOST = "127.0.0.1"
 #: Name of the model that a server was started with.
 MODEL = "default_model"
 
+#: What a scripted model is loaded by.
+SCRIPTED = "scripted"
+
 
 @dataclass
 class Server:
@@ -104,7 +107,10 @@ def serve_script(
     """mlx-lm's server classes in this process, on a scripted model."""
     provider = _provider(options)
 
-    def load(*_: Any, return_config: bool = False, **__: Any) -> tuple[Any, ...]:
+    def load(name: str, return_config: bool = False, **_: Any) -> tuple[Any, ...]:
+        if name != SCRIPTED:
+            raise FileNotFoundError(f"no model {name}")
+        model.loads += 1
         config = {"model_type": "kimi_k3"}
         return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -150,7 +156,7 @@ def _listen(generator: Any, kind: type[ThreadingHTTPServer]) -> None:
 def _provider(options: Sequence[str]) -> Any:
     """mlx-lm's ModelProvider as its command makes it from ``options``."""
     made: list[Any] = []
-    argv = ["mlx_lm.server", "--model", "scripted", *options]
+    argv = ["mlx_lm.server", "--model", SCRIPTED, *options]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(mlx_lm.server, "run", lambda host, port, it: made.append(it)),
@@ -168,13 +174,14 @@ class ScriptedModel(nn.Module):
     """Says ``answers[n]``, ids, to a prompt that ends on ``script n``, else the first.
 
     A row's cache holds which answer it is in and how far. After its last id an answer
-    goes on with the end id. ``seconds`` is what a step takes, ``steps`` counts them.
+    goes on with the end id. ``seconds`` is what a step takes, ``steps`` counts them,
+    and ``loads`` how often a server has loaded the model.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, answers: Sequence[Sequence[int]]):
         super().__init__()
         self.tokenizer, self.answers = tokenizer, [list(answer) for answer in answers]
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.steps, self.loads = 0.0, 0, 0
         self.layers: list[Any] = []
         self.prompts: list[list[int]] = []
         self._start = tokenizer.encode("<|open|>think<|sep|>", add_special_tokens=False)

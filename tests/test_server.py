@@ -187,6 +187,31 @@ def test_models(server: Server, alone: Alone):
     assert said(reply.choices[0].message) == alone.answer(messages, 8)
 
 
+def leave_in_mid_stream(server: Server) -> str:
+    """What two pieces of a long answer say, to a client that then goes away."""
+    options = {"stream": True, "extra_body": {"logit_bias": NO_CONTROL_IDS}}
+    with chat(server, [user(NOTES)], 3000, **options) as stream:
+        return joined(next(stream) for _ in range(2))[0].reasoning
+
+
+def test_two_chats_and_one_that_leaves(server: Server, alone: Alone):
+    """B51. Each wait ends after a minute."""
+    long, short = [user(LONG_TEXT[: 6 * STEP])], [user("Hello!")]
+    prompts = [alone.prompt(messages) for messages in (long, short)]
+    assert len(prompts[0]) > 2 * STEP, "no three chunks"
+    wanted = [alone.ids(prompt, LIMIT) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        leaving = pool.submit(leave_in_mid_stream, server)
+        waiting = [
+            pool.submit(whole_ids, server, messages, LIMIT, {})
+            for messages in (long, short)
+        ]
+        assert leaving.result(60)
+        assert [asked.result(60) for asked in waiting] == wanted
+        third = pool.submit(whole_ids, server, long, LIMIT, {})
+        assert third.result(60) == wanted[0]
+
+
 def whole_ids(server: Server, messages: Any, limit: int, given: Any) -> list[int]:
     return ids_and_logprobs(chat(server, messages, limit, logprobs=True, **given))[0]
 
