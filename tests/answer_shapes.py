@@ -183,6 +183,10 @@ SHAPES = {
         [*_THOUGHT, *opened("tools"), *_TWO[: -len(closed("call"))], *closed("tools")],
         _said(calls=_BOTH),
     ),
+    "response inside a call": Shape(
+        [*_THOUGHT, *opened("tools"), *_CALL, *_CALL[:-3], *_ANSWERED, *_END],
+        _said(content=_A, calls=[_CALLED]),
+    ),
     "call without tools": Shape([*_THOUGHT, *_CALL, *_END], _ASKING),
     "response after calls": Shape(
         [*_THOUGHT, *_TOOLS, *_ANSWERED], _said(_R, _A, [_CALLED])

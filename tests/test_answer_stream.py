@@ -1,6 +1,7 @@
 """Answers told apart as they arrive: by mlx-lm's own machine, its server, and in Python."""
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +34,9 @@ from kimi_k3 import read_answer
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.tokenizer.answer import Answer
 from kimi_k3.tokenizer.decoded import DecodedText
+from kimi_k3.tokenizer.files import MARKERS
 from kimi_k3.tokenizer.prompt import Piece
+from kimi_k3.tokenizer.xtml import CLOSE, OPEN, SEP
 
 TOKENIZER: TokenizerWrapper = load_tokenizer(NANO_FOLDER)
 
@@ -356,3 +359,29 @@ def test_control_ids_before_the_end_of_a_prompt_do_not_begin_the_answer(server):
     )
     assert ids_of(TOKENIZER, opened("think"))[0] in TOKENIZER.encode(prompt)
     assert given.choices[0].text == SHAPES[name].said.content
+
+
+def test_no_answer_leaks_a_marker_or_depends_on_how_it_comes():
+    """Control ids in any order: tags without names, ends without beginnings."""
+    draw = random.Random(8)
+    tags = ("think", "response", "tools", "call", "argument", "json", "message", "odd")
+    words = (*tags, ' tool="f" index="1"', ' key="a" type="string"', "Hm.", "\n", "1")
+    parts: Pieces = [OPEN, CLOSE, SEP, Piece("[PAD]", control=True), *map(Piece, words)]
+    parts += [OPEN, CLOSE, SEP]
+    calls = 0
+    for number in range(150):
+        pieces = draw.choices(parts, k=draw.randrange(30))
+        for _ in range(draw.randrange(3)):
+            place = draw.randrange(len(pieces) + 1)
+            pieces[place:place] = call("f", argument("a", SPELLED))
+        thinking = draw.random() < 0.5
+        said = read(TOKENIZER, Shape(pieces, Answer(), thinking=thinking))
+        # No text of these says it: a marker in it is one that was not taken out.
+        for text in (said.reasoning, said.content):
+            assert not any(mark in text.replace(SPELLED, "") for mark in MARKERS)
+        for finish in (STOP, LENGTH):
+            shape = Shape(pieces, said, thinking=thinking, finish=finish)
+            reply = serve(shape, streamed=number % 2 == 0, together=1 + number % 4)
+            assert reply.whole == said, pieces
+        calls += len(said.tool_calls)
+    assert calls > 25
