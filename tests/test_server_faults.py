@@ -5,10 +5,14 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import mlx_lm.server
 import pytest
 from conversations import assistant, call, tool, user
+from huggingface_hub import scan_cache_dir
 from serving import ScriptedModel, Server, serve_script
 
 from kimi_k3 import load
@@ -166,6 +170,32 @@ def test_what_mlx_lm_drops_without_a_word(server: Server, name: str):
     with pytest.raises(http.client.RemoteDisconnected):
         post(server, CHAT, DROPPED[name])
     assert_goes_on(server)
+
+
+def test_stream_options_without_include_usage(server: Server):
+    """mlx-lm breaks off after the answer, before the line that says so."""
+    status, text = post(server, CHAT, hello(stream=True, stream_options={}))
+    assert status == 200
+    assert '"finish_reason": "length"' in text
+    assert "[DONE]" not in text
+    assert_goes_on(server)
+
+
+def test_models_need_the_folder_of_the_hub(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without it mlx-lm's list is an empty reply; an empty folder will do."""
+    hub = tmp_path / "hub"
+    scan = partial(scan_cache_dir, hub)
+    monkeypatch.setattr(mlx_lm.server, "scan_cache_dir", scan)
+
+    def models() -> bytes:
+        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=20) as reply:
+            return reply.read()
+
+    assert models() == b""
+    hub.mkdir()
+    assert json.loads(models())["object"] == "list"
 
 
 #: mlx-lm's generation thread dies of these, and with it every request that is under way:
