@@ -1,6 +1,8 @@
 """Ask mlx-lm's own server a thousand things and watch the memory of its process.
 
     python benchmarks/serving_soak.py --out benchmarks/results/serving_soak.json
+    python benchmarks/serving_soak.py --requests 3000 --tokens 300 \\
+        --out benchmarks/results/serving_soak_longer.json
     python benchmarks/serving_soak.py --short       # 40 requests, 60 tokens
 
 The installed ``mlx_lm.server`` serves a float32 copy of the shipped nano, in a process of
@@ -9,7 +11,8 @@ tools, no thinking, completions) come from four clients at once; then one answer
 for thousands of tokens. Every answer must be the one that the same request got the first
 time. Resident memory is read between the rounds. The first fifth of the requests fills
 what the server keeps on purpose, ten prompts of its cache and MLX's spare buffers; after
-it memory must stay flat, or the command fails. Nothing is timed.
+it memory must stay flat, or the command fails. The process settles over some 800 requests,
+the last MB of them slowly, which the longer run shows. Nothing is timed.
 The last line of the output is one JSON document; ``--out FILE`` also writes it.
 """
 

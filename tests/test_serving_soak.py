@@ -14,7 +14,9 @@ from kimi_k3.nano import NANO_FOLDER
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COMMAND = [sys.executable, str(BENCHMARKS / "serving_soak.py")]
-KEPT = json.loads((BENCHMARKS / "results" / "serving_soak.json").read_text())
+RESULTS = BENCHMARKS / "results"
+KEPT = json.loads((RESULTS / "serving_soak.json").read_text())
+LONGER = json.loads((RESULTS / "serving_soak_longer.json").read_text())
 
 #: What memory may rise in the short form: of few readings each is off by some MB.
 SHORT_LIMIT_MB = 20
@@ -80,6 +82,16 @@ def test_what_is_kept(benchmark: Any):
     assert KEPT["growth_mb_after_warm_up"] < 10
     long = [reading["resident_mb"] for reading in KEPT["long"]]
     assert max(long) - min(long) < 5
+
+
+def test_what_is_kept_of_the_longer_run(benchmark: Any):
+    """Once the process has settled, 2,400 requests add nothing."""
+    assert LONGER["command"] == (
+        "python benchmarks/serving_soak.py --requests 3000 --tokens 300"
+    )
+    assert LONGER["short"][-1]["requests"] == 3000
+    assert LONGER["growth_mb_after_warm_up"] == benchmark.growth_mb(LONGER["short"])
+    assert LONGER["growth_mb_after_warm_up"] < 1
 
 
 def test_no_control_id_is_left_to_the_long_answer(benchmark: Any):
