@@ -102,15 +102,16 @@ def serve_build(
 
 @contextlib.contextmanager
 def serve_script(
-    model: "ScriptedModel", tokenizer: TokenizerWrapper, *options: str
+    model: nn.Module, tokenizer: TokenizerWrapper, *options: str
 ) -> Iterator[Server]:
-    """mlx-lm's server classes in this process, on a scripted model."""
+    """mlx-lm's server classes in this process, on a scripted or any other model."""
     provider = _provider(options)
 
     def load(name: str, return_config: bool = False, **_: Any) -> tuple[Any, ...]:
         if name != SCRIPTED:
             raise FileNotFoundError(f"no model {name}")
-        model.loads += 1
+        if isinstance(model, ScriptedModel):
+            model.loads += 1
         config = {"model_type": "kimi_k3"}
         return (model, tokenizer, config) if return_config else (model, tokenizer)
 

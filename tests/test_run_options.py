@@ -19,7 +19,7 @@ from closeness import relative_error
 from mlx_lm.generate import generate_step, stream_generate
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import load_tokenizer
-from serving import serve_script
+from serving import SCRIPTED, serve_script
 from tiny_k3 import t0_config, t0_model, write_t1
 
 from kimi_k3.checkpoint.source_layout import full_size_config
@@ -160,7 +160,7 @@ class TestB52:
         """No wrong token; but the client is not told why, so ``run`` says it before."""
         from openai import APIConnectionError
 
-        with serve_script(model, tokenizer, "--draft-model", "any") as server:
+        with serve_script(model, tokenizer, "--draft-model", SCRIPTED) as server:
             for _ in range(2):
                 with pytest.raises(APIConnectionError):
                     server.client().chat.completions.create(
