@@ -1,7 +1,8 @@
 """Runs a stock command of mlx-lm or mlx-vlm with our class and a checked checkpoint.
 
 The second door, for Pythons that ignore start-up files: register, look through the
-checkpoint folders named among the arguments, then do what the command itself does.
+checkpoint folders named among the arguments and through the options that a K3 cannot
+serve, then do what the command itself does.
 """
 
 import runpy
@@ -25,20 +26,23 @@ def run_host(module: str, arguments: Sequence[str]) -> object:
 
     Returns what the command hands to ``sys.exit`` (None: all went well); a SystemExit
     of its own passes through. Raises :class:`~kimi_k3.errors.KimiK3Error` before
-    anything runs if the module is not a host's, our class cannot be registered, or a
-    checkpoint among the arguments is not there, damaged or wants to run its own code.
-    A hub repository is downloaded first, as the command itself would.
+    anything runs if the module is not a host's, our class cannot be registered, a
+    checkpoint among the arguments is not there, damaged or wants to run its own code,
+    or an option cannot work with Kimi K3. A hub repository is downloaded first, as the
+    command itself would.
     """
     prepare(module)
     # Imports mlx-lm, which prepare() has just found fit.
     from .folder_check import check_folder
     from .loading import find_folder
+    from .run_options import check_options
     from .tokenizer.files import check_tokenizer_folder
 
     for checkpoint in named_checkpoints(arguments):
         folder = find_folder(checkpoint)
-        check_folder(folder)
+        report = check_folder(folder)
         check_tokenizer_folder(folder)
+        check_options(module, arguments, lambda r=report: r.folder.args.text_config)
     before = sys.argv
     sys.argv = [module, *arguments]
     try:

@@ -57,6 +57,15 @@ _TYPED = {
     **{"": "", 'quoted"key&': "v", "json": '{"a": 1}'},
 }
 
+_LOOKUP = {"name": "look_up", "parameters": {}, "strict": True, "description": ""}
+
+_ODD_TEXT = "e\u0301\r\n\t«中文»👩‍👩‍👧 ½\x00\u200d 12345 don't \u3000\n\n"
+
+_CHOSEN_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "strict": True, "schema": {"b": 1, "a": {"d": 0}}},
+}
+
 _SCHEMA = {"type": "object", "properties": {"z": {"type": "null"}, "a": {}}}
 
 _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
@@ -135,10 +144,6 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         ],
         {"tools": [WEATHER], "add_generation_prompt": True},
     ),
-    "results of unknown calls": (
-        [_TWO_CALLS, tool("B", tool_call_id="?", name="z"), tool("A", tool="y")],
-        {},
-    ),
     "results apart": (
         [_TWO_CALLS, tool("A"), user("wait"), tool("B", tool_call_id="two")],
         {},
@@ -170,6 +175,141 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         {"response_format": "json_schema", "response_schema": _SCHEMA},
     ),
     "text format": ([user("Go")], {"response_format": {"type": "text"}}),
+    "json by its name": ([user("Go")], {"response_format": "json_object"}),
+    "nested schema": ([user("Go")], {"response_format": _CHOSEN_SCHEMA}),
+    "everything asked": (
+        [system("S"), user("Go", name="N")],
+        {
+            **{"tools": [WEATHER, _LOOKUP], "thinking_effort": "low"},
+            **{"tool_choice": "none", "response_format": "json_object"},
+            "add_generation_prompt": True,
+        },
+    ),
+    "nothing but an answer": ([assistant("A")], {}),
+    "thoughts without an answer": (
+        [user("Q"), assistant(None, reasoning_content="R"), user("Q")],
+        {"add_generation_prompt": True},
+    ),
+    "two answers in a row": (
+        [user("Q"), assistant("A"), assistant("B", reasoning="R")],
+        {"add_generation_prompt": True},
+    ),
+    "two reasonings": ([assistant("A", reasoning_content="1", reasoning="2")], {}),
+    "an empty reasoning before another": (
+        [assistant("A", reasoning_content="", reasoning="2")],
+        {},
+    ),
+    "odd characters everywhere": (
+        [
+            system(_ODD_TEXT),
+            user(_ODD_TEXT, name=_ODD_TEXT),
+            assistant(
+                _ODD_TEXT,
+                reasoning=_ODD_TEXT,
+                tool_calls=[call("f", {_ODD_TEXT: _ODD_TEXT, "l": [_ODD_TEXT]})],
+            ),
+            tool(_ODD_TEXT, name="f"),
+        ],
+        {"tools": [{"name": "f", "description": _ODD_TEXT}]},
+    ),
+    "white space alone": ([user(" "), assistant("\n", reasoning="\n"), user("")], {}),
+    "a word cut into parts": (
+        [
+            user(
+                [
+                    {"type": "text", "text": text}
+                    for text in ("he", "llo", " ", "中", "文")
+                ]
+            )
+        ],
+        {},
+    ),
+    "no parts": ([user([]), assistant([])], {}),
+    "reasoning and calls": (
+        [user("Go"), {**_TWO_CALLS, "content": "I will."}, tool("A"), tool("B")],
+        {"tools": [WEATHER], "add_generation_prompt": True},
+    ),
+    "calls in history without thinking": (
+        [user("Go"), _TWO_CALLS, tool("A"), tool("B"), assistant("So"), user("And?")],
+        {"thinking": False, "add_generation_prompt": True},
+    ),
+    "calls at the end": ([user("Go"), _TWO_CALLS], {"tools": [WEATHER]}),
+    "empty results": (
+        [_TWO_CALLS, tool("", tool_call_id="two"), tool(None, tool_call_id="one")],
+        {"add_generation_prompt": True},
+    ),
+    "results in parts": (
+        [
+            _TWO_CALLS,
+            tool([{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]),
+            tool([]),
+        ],
+        {},
+    ),
+    "results with names and ids": (
+        [
+            _TWO_CALLS,
+            tool("A", tool_call_id="one", name="a"),
+            tool("B", tool_call_id="two", tool="b"),
+        ],
+        {},
+    ),
+    "many calls": (
+        [
+            user("Go"),
+            assistant(
+                "", tool_calls=[call("f", {"n": n}, f"f:{n}") for n in range(12)]
+            ),
+            *(tool(str(n), tool_call_id=f"f:{n}") for n in (*range(6, 12), *range(6))),
+        ],
+        {"add_generation_prompt": True},
+    ),
+    "an agent's turns": (
+        [
+            system("You are an agent."),
+            user("Fix it"),
+            *(
+                message
+                for turn in range(4)
+                for message in (
+                    assistant(
+                        None,
+                        reasoning_content=f"Step {turn}",
+                        tool_calls=[call("f", {"turn": turn}, f"id{turn}")],
+                    ),
+                    tool(f"done {turn}", tool_call_id=f"id{turn}"),
+                )
+            ),
+        ],
+        {"tools": [WEATHER], "add_generation_prompt": True},
+    ),
+    "numbers in arguments": (
+        [
+            assistant(
+                "",
+                tool_calls=[
+                    call("f", '{"big": 12345678901234567890, "e": 1e-7, "m": -0.0}')
+                ],
+            )
+        ],
+        {},
+    ),
+    "argument names like attributes": (
+        [
+            assistant(
+                "", tool_calls=[call('a"b&c', {'k" type="number': 1, "&amp;": "x"})]
+            )
+        ],
+        {},
+    ),
+    "tools declared twice later": (
+        [
+            system(None, tools=[WEATHER]),
+            user("a"),
+            system("", tools=[{"z": {"b": 1, "a": [{"d": 1, "c": 2}]}}]),
+        ],
+        {"add_generation_prompt": True, "tool_choice": "required"},
+    ),
 }
 
 #: Each puts the injection where one kind of caller's text goes.
@@ -180,7 +320,7 @@ INJECTIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "system": ([system(INJECTION), user("a")], {}),
     "name": ([user("a", name=INJECTION)], {}),
     "assistant history": ([assistant(INJECTION, reasoning_content=INJECTION)], {}),
-    "tool result": ([_TWO_CALLS, tool(INJECTION)], {}),
+    "tool result": ([_TWO_CALLS, tool(INJECTION), tool(INJECTION)], {}),
     "tool name": ([tool("r", name=INJECTION)], {}),
     "tool description": (
         [user("a")],
@@ -195,6 +335,22 @@ INJECTIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "argument key": ([assistant("", tool_calls=[call("f", {INJECTION: 1})])], {}),
     "arguments no json": ([assistant("", tool_calls=[call("f", INJECTION)])], {}),
     "called name": ([assistant("", tool_calls=[call(INJECTION, {})])], {}),
+    "call's id": (
+        [
+            assistant("", tool_calls=[call("f", {}, INJECTION)]),
+            tool("r", tool_call_id=INJECTION),
+        ],
+        {"add_generation_prompt": True},
+    ),
+    "reasoning": ([assistant("", reasoning=INJECTION), user("a")], {}),
+    "tool's parameters": (
+        [user("a")],
+        {"tools": [{"function": {"parameters": {"properties": {INJECTION: {}}}}}]},
+    ),
+    "result part": (
+        [_TWO_CALLS, tool([{"type": "text", "text": INJECTION}]), tool("B")],
+        {},
+    ),
     "schema": (
         [user("a")],
         {"response_format": "json_schema", "response_schema": {INJECTION: 1}},

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -33,6 +33,9 @@ HOST = "127.0.0.1"
 
 #: Name of the model that a server was started with.
 MODEL = "default_model"
+
+#: What a scripted model is loaded by.
+SCRIPTED = "scripted"
 
 
 @dataclass
@@ -64,9 +67,15 @@ class Server:
 
 @contextlib.contextmanager
 def serve_build(
-    folder: Path, *options: str, command: Sequence[str] = ()
+    folder: Path,
+    *options: str,
+    command: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """The installed ``mlx_lm.server`` on ``folder``; ``command`` in its place."""
+    """The installed ``mlx_lm.server`` on ``folder``; ``command`` in its place.
+
+    ``environment`` is added to that of this process.
+    """
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
@@ -75,7 +84,7 @@ def serve_build(
         [*command, "--model", str(folder), "--port", str(port), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
     )
     server = Server(port, process)
     try:
@@ -93,13 +102,18 @@ def serve_build(
 
 @contextlib.contextmanager
 def serve_script(
-    model: "ScriptedModel", tokenizer: TokenizerWrapper, *options: str
+    model: nn.Module, tokenizer: TokenizerWrapper, *options: str
 ) -> Iterator[Server]:
-    """mlx-lm's server classes in this process, on a scripted model."""
+    """mlx-lm's server classes in this process, on a scripted or any other model."""
     provider = _provider(options)
 
-    def load(*_: Any, **__: Any) -> tuple[Any, Any, dict[str, Any]]:
-        return model, tokenizer, {"model_type": "kimi_k3"}
+    def load(name: str, return_config: bool = False, **_: Any) -> tuple[Any, ...]:
+        if name != SCRIPTED:
+            raise FileNotFoundError(f"no model {name}")
+        if isinstance(model, ScriptedModel):
+            model.loads += 1
+        config = {"model_type": "kimi_k3"}
+        return (model, tokenizer, config) if return_config else (model, tokenizer)
 
     listening = threading.Event()
     started: list[ThreadingHTTPServer] = []
@@ -112,7 +126,7 @@ def serve_script(
             started.append(self)
             listening.set()
 
-        def handle_error(self, *_: Any) -> None:
+        def handle_error(self, request: Any, client_address: Any) -> None:
             """Clients of these tests go away in mid-answer on purpose."""
 
     with mock.patch.object(mlx_lm.server, "load", load):
@@ -143,7 +157,7 @@ def _listen(generator: Any, kind: type[ThreadingHTTPServer]) -> None:
 def _provider(options: Sequence[str]) -> Any:
     """mlx-lm's ModelProvider as its command makes it from ``options``."""
     made: list[Any] = []
-    argv = ["mlx_lm.server", "--model", "scripted", *options]
+    argv = ["mlx_lm.server", "--model", SCRIPTED, *options]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(mlx_lm.server, "run", lambda host, port, it: made.append(it)),
@@ -161,13 +175,14 @@ class ScriptedModel(nn.Module):
     """Says ``answers[n]``, ids, to a prompt that ends on ``script n``, else the first.
 
     A row's cache holds which answer it is in and how far. After its last id an answer
-    goes on with the end id. ``seconds`` is what a token takes.
+    goes on with the end id. ``seconds`` is what a step takes, ``steps`` counts them,
+    and ``loads`` how often a server has loaded the model.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, answers: Sequence[Sequence[int]]):
         super().__init__()
         self.tokenizer, self.answers = tokenizer, [list(answer) for answer in answers]
-        self.seconds = 0.0
+        self.seconds, self.steps, self.loads = 0.0, 0, 0
         self.layers: list[Any] = []
         self.prompts: list[list[int]] = []
         self._start = tokenizer.encode("<|open|>think<|sep|>", add_special_tokens=False)
@@ -180,11 +195,13 @@ class ScriptedModel(nn.Module):
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """(B, T) ids → (B, T, vocabulary) logits with one id far above the others."""
         time.sleep(self.seconds)
+        self.steps += 1
         B, T = inputs.shape
         held = cache[0][0]
-        rows = [[0, 0] for _ in range(B)] if held is None else held.tolist()
+        rows: Any = [[0, 0] for _ in range(B)] if held is None else held.tolist()
+        prompts: Any = inputs.tolist()
         logits = mx.zeros((B, T, len(self.tokenizer)))
-        for row, ids in enumerate(inputs.tolist()):
+        for row, ids in enumerate(prompts):
             script, place = rows[row]
             if T > 1:
                 self.prompts.append(ids)

@@ -3,13 +3,21 @@
 from typing import Any
 
 import pytest
-from mlx_lm.tool_parsers.kimi_k3 import parse_tool_call
 from scripted_answers import TOKENIZER, ids_of, marked
 
+from kimi_k3 import read_answer
+from kimi_k3.answers.answers import Answer
 from kimi_k3.answers.drift import drifts, prose
+from kimi_k3.answers.generation_measures import Measurer
+from kimi_k3.answers.generation_prompts import Prompt
 from kimi_k3.answers.generation_sections import TEXT, Markers, Section
 from kimi_k3.answers.stops import Stop, stop_of
-from kimi_k3.answers.tool_calls import ToolCalls, ToolChecker, tool_calls_of
+from kimi_k3.answers.tool_calls import (
+    ToolCalls,
+    ToolChecker,
+    calls_begun,
+    judge_calls,
+)
 from kimi_k3.errors import EvaluationError
 
 MARKERS = Markers(TOKENIZER)
@@ -51,11 +59,10 @@ def answer(*calls: str) -> str:
     return f"{THOUGHT}<|open|>tools<|sep|>{''.join(calls)}<|close|>tools<|sep|>{CLOSED}"
 
 
-def judged(text: str, parser: Any = parse_tool_call) -> ToolCalls:
-    checker = ToolChecker(TOOLS, "here")
-    return tool_calls_of(
-        sections(text), MARKERS, TOKENIZER.decode, parser, TOOLS, checker
-    )
+def judged(text: str) -> ToolCalls:
+    ids = marked(text)
+    calls = read_answer(TOKENIZER, ids, tools=TOOLS).tool_calls
+    return judge_calls(calls, calls_begun(ids, MARKERS), ToolChecker(TOOLS, "here"))
 
 
 # Sections and stops
@@ -77,6 +84,13 @@ def test_sections():
         ("response", "Y", True),
     ]
     assert shape(sections("", "think")) == [("think", "", False)]
+    # Calls are never inside calls, but a response may follow calls that were not closed.
+    inside = "<|open|>think<|sep|>a<|open|>response<|sep|>Y<|close|>response<|sep|>"
+    assert shape(sections(f"So.<|open|>tools<|sep|>{inside}")) == [
+        ("think", "So.", False),
+        ("tools", "<|open|>think<|sep|>a", False),
+        ("response", "Y", True),
+    ]
 
 
 def test_text_that_spells_markers_is_text():
@@ -139,8 +153,10 @@ def test_without_closing():
             '<|open|>call tool="now"<|sep|>',
             (2, 1, 1, 1),
         ),
-        # From thinking straight on, as hosts take it too.
+        # From thinking straight on, and without a section, as hosts take it too.
         (f"I ask.<|open|>tools<|sep|>{CALL.format('now', '')}", (1, 1, 1, 1)),
+        (f"I ask.<|close|>think{CALL.format('now', '')}", (1, 1, 1, 1)),
+        (f"I ask.{CALL.format('now', '')}<|open|>tools<|sep|>", (2, 1, 1, 1)),
     ],
 )
 def test_tool_calls(text: str, wanted: tuple[int, int, int, int]):
@@ -152,22 +168,6 @@ def test_known_rates_of_many_calls():
     calls = [good] * 5 + [wrong] * 2 + [CALL.format("cost", "")] * 2
     broken = "<|open|>call<|sep|><|close|>call<|sep|>"
     assert judged(answer(*calls, broken)) == ToolCalls(10, 9, 7, 5)
-
-
-def test_whatever_the_parser_stumbles_over_is_no_call():
-    def stumbles(text: str, tools: Any) -> Any:
-        raise RuntimeError(text)
-
-    good = answer(CALL.format("now", ""))
-    assert judged(good) == ToolCalls(1, 1, 1, 1)
-    assert judged(good, stumbles) == ToolCalls(1)
-    assert judged(good, None) == ToolCalls(1)
-    # Other hosts' parsers give one call, and arguments as JSON.
-    one = {"name": "price", "arguments": '{"item": "ink", "count": 1}'}
-    assert judged(good, lambda text, tools: one) == ToolCalls(1, 1, 1, 1)
-    assert judged(good, lambda text, tools: {**one, "arguments": "{"}).valid == 0
-    # No more calls than the answer began, so that shares stay shares.
-    assert judged(good, lambda text, tools: [one] * 3) == ToolCalls(1, 1, 1, 1)
 
 
 def test_schemas_are_checked_before_anything_is_asked():
@@ -241,17 +241,49 @@ def test_prose():
     assert prose("x\n> y\nz") == "x\n \nz"
 
 
+def measured(text: str, begins_in: str, tools: Any = ()) -> dict[str, Any]:
+    """Measure → numerator, of an answer that ends by itself."""
+    ids = tuple(marked(text))
+    given = Answer("c", 0, "greedy", 0, 0, "[EOS]", text, ids, "", "")
+    prompt = Prompt("c", 0, (1,), begins_in, "What is the capital of France?", tools)
+    pairs = Measurer(TOKENIZER).measure(given, prompt).pairs
+    return {name: numerator for name, (numerator, _) in pairs.items()}
+
+
+def test_thinking_and_response_are_judged_apart():
+    english, chinese = "The answer is as simple as it was.", "答案和以前一样简单明了。"
+    # However the model leaves its thinking.
+    for end in ("<|close|>think<|sep|>", "<|close|>think", ""):
+        text = f"{english}{end}<|open|>response<|sep|>{chinese}<|close|>response<|sep|>"
+        found = measured(text, "think")
+        assert (found["think_drift"], found["language_drift"]) == (0, 1)
+        assert found["open_section"] == 0
+    raw = measured(chinese, "text")
+    assert raw["language_drift"] == 1
+    assert "think_drift" not in raw
+
+
+def test_a_call_is_read_with_the_tools_that_were_offered():
+    """A block of JSON that is no object is the argument of a tool that takes one."""
+    only = {"type": "object", "properties": {"only": {}}, "required": ["only"]}
+    tools = ({"function": {"name": "f", "parameters": only}},)
+    block = '<|open|>json type="object"<|sep|>[1]<|close|>json<|sep|>'
+    found = measured(answer(CALL.format("f", block)), "think", tools)
+    assert (found["calls_tools"], found["tool_call_valid"]) == (1, 1)
+    text = measured(answer(CALL.format("f", block)), "text")
+    assert not {"calls_tools", "calls_unoffered", "tool_call_parses"} & {*text}
+
+
 @pytest.mark.parametrize(
     ("schema", "arguments"),
     [
-        ({"properties": {"a": {"type": "number", "multipleOf": 0.01}}}, '{"a": 1e999}'),
-        ({"properties": {"a": {"multipleOf": 0.01}}}, '{"a": 1' + "0" * 400 + "}"),
-        ({"$ref": "#"}, '{"a": 1}'),
-        ({}, "[" * 100_000),
+        ({"properties": {"a": {"type": "number"}}}, {"a": "1e999"}),
+        ({"properties": {"a": {"multipleOf": 0.01}}}, {"a": 10**400}),
+        ({"$ref": "#"}, {"a": 1}),
     ],
-    ids=["infinite", "huge", "endless", "deep"],
+    ids=["text", "huge", "endless"],
 )
-def test_what_cannot_be_judged_is_not_valid(schema: dict[str, Any], arguments: str):
+def test_what_cannot_be_judged_is_not_valid(schema: Any, arguments: dict[str, Any]):
     tool = {"function": {"name": "f", "parameters": schema}}
     assert not ToolChecker([tool], "x").accepts("f", arguments)
 

@@ -11,9 +11,10 @@ from reference_chat import ReferenceTokenizer
 from tokenizer_folders import write_tk
 
 from kimi_k3.tokenizer import tokenizer as tokenizer_module
+from kimi_k3.tokenizer.options import chat_options
 from kimi_k3.tokenizer.prompt import Piece
 from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
-from kimi_k3.tokenizer.xtml import bare_tags, chat_options, render
+from kimi_k3.tokenizer.xtml import bare_tags, render
 
 EFFORT = (
     "`thinking_effort` guides on how much to think in your thinking channel (not "

@@ -83,6 +83,27 @@ def test_generate_command_with_everything(generate_command, tokenizer):
     )
 
 
+def test_generate_command_with_a_hostile_config(generate_command, tokenizer):
+    config = {
+        "tools": [{"name": INJECTION, "parameters": {INJECTION: INJECTION}}],
+        "tool_choice": {"type": "function", "function": {"name": INJECTION}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {INJECTION: INJECTION}},
+        },
+        "reasoning_effort": "low",
+    }
+    arguments = ("--prompt", INJECTION, "--chat-template-config")
+    ids = generate_command(*arguments, json.dumps(config))
+    harmless = json.dumps(config).replace(json.dumps(INJECTION), '"harmless"')
+    assert controls(ids) == controls(generate_command(*arguments, harmless))
+    assert ids == tokenizer.apply_chat_template(
+        [user(INJECTION)], add_generation_prompt=True, **config
+    )
+    assert tokenizer.decode(ids).count(INJECTION) == 1
+    assert tokenizer.decode(ids).count(json.dumps(INJECTION)) == 5
+
+
 def test_generate_command_without_thinking(generate_command, tokenizer):
     ids = generate_command(
         "--prompt", "Q", "--chat-template-config", '{"enable_thinking": false}'

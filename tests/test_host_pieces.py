@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache
-from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 import kimi_k3
 
@@ -31,11 +30,18 @@ PRIVATE = {
 
 @dataclass(frozen=True)
 class Use:
-    """One dotted host name in the sources, and the call it stands in, if any."""
+    """One host name in the sources, and the call it stands in, if any.
+
+    ``path`` is dotted, with a colon behind a module that names are imported from.
+    """
 
     where: str
-    name: str
+    path: str
     call: ast.Call | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.replace(":", ".")
 
 
 class Reader(ast.NodeVisitor):
@@ -47,9 +53,9 @@ class Reader(ast.NodeVisitor):
         self.uses: list[Use] = []
         self.inner: set[ast.expr] = set()
 
-    def add(self, node: ast.AST, name: str, call: ast.Call | None = None) -> None:
+    def add(self, node: ast.AST, path: str, call: ast.Call | None = None) -> None:
         line = getattr(node, "lineno", 0)
-        self.uses.append(Use(f"{self.where}:{line}", name, call))
+        self.uses.append(Use(f"{self.where}:{line}", path, call))
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -62,9 +68,9 @@ class Reader(ast.NodeVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level == 0 and (node.module or "").partition(".")[0] in HOSTS:
             for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                self.names[alias.asname or alias.name] = name
-                self.add(node, name)
+                path = f"{node.module}:{alias.name}"
+                self.names[alias.asname or alias.name] = path
+                self.add(node, path)
 
     def visit_Call(self, node: ast.Call) -> None:
         if name := self.dotted(node.func):
@@ -100,18 +106,27 @@ def uses_in(source: str, where: str) -> list[Use]:
     return reader.uses
 
 
-def find(name: str) -> Any:
-    """What the dotted ``name`` stands for; LookupError if nothing does."""
-    parts = name.split(".")
-    found = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], start=2):
+def find(path: str) -> Any:
+    """What ``path`` stands for, as Python looks it up; LookupError if nothing does.
+
+    A package may have a function of the same name as one of its modules.
+    """
+    module, _, rest = path.rpartition(":")
+    root, *parts = [module, *rest.split(".")] if module else rest.split(".")
+    place = root
+    try:
+        found = importlib.import_module(root)
+    except ImportError:
+        raise LookupError(root) from None
+    for part in parts:
+        place = f"{place}.{part}"
         try:
             found = getattr(found, part)
         except AttributeError:
             try:
-                found = importlib.import_module(".".join(parts[:i]))
+                found = importlib.import_module(place)
             except ImportError:
-                raise LookupError(".".join(parts[:i])) from None
+                raise LookupError(place) from None
     return found
 
 
@@ -119,7 +134,7 @@ def complaint(use: Use) -> str | None:
     """What is wrong with ``use`` under the installed host, or None."""
     host = use.name.partition(".")[0].replace("_", "-")
     try:
-        found = find(use.name)
+        found = find(use.path)
     except LookupError as missing:
         return (
             f"{use.where} uses {use.name}, but {host} {version(host)} has no "
@@ -167,9 +182,19 @@ def test_only_public_names_are_used():
     assert private <= set(PRIVATE), "mlx-lm may change these without a word"
 
 
+def test_a_module_behind_a_function_of_its_name_is_looked_into():
+    source = "from mlx_lm.generate import TextStateMachine as T\nT.split(1, 2)"
+    assert [c for use in uses_in(source, "a.py") if (c := complaint(use))] == []
+    source = "import mlx_lm\nx = mlx_lm.generate.TextStateMachine"
+    (use,) = [use for use in uses_in(source, "a.py") if "Text" in use.name]
+    assert "no mlx_lm.generate.TextStateMachine" in str(complaint(use))
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
+        ("from mlx_lm.generate import TextMachine", "no mlx_lm.generate.TextMachine"),
+        ("from mlx_lm.models.cash import KVCache", "no mlx_lm.models.cash; was it"),
         ("from mlx_lm.models.cache import ArraysCash", "no mlx_lm.models.cache.Arrays"),
         ("import mlx_lm.lodders", "no mlx_lm.lodders; was it renamed"),
         (
@@ -205,8 +230,3 @@ def test_what_is_used_of_a_cache_is_there():
     for cache in (plain, batched, quantised):
         inspect.signature(cache.update_and_fetch).bind("keys", "values")
     inspect.signature(arrays.advance).bind(3)
-
-
-def test_the_base_of_our_detokenizer_has_what_ours_fills():
-    for name in ("reset", "add_token", "finalize", "last_segment"):
-        assert hasattr(StreamingDetokenizer, name)

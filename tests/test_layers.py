@@ -15,6 +15,7 @@ LEVELS = (
     ("cli", "__main__"),
     ("verbs",),
     ("run", "nano"),
+    ("run_options",),
     ("reporting",),
     ("answers",),
     ("evaluation",),

@@ -4,8 +4,11 @@ import json
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from openai import OpenAI
+from openai import APIError, OpenAI
 from serving import MODEL, ScriptedModel, Server, serve_build, serve_script
 
 from kimi_k3 import load
@@ -46,7 +49,7 @@ def words(having: str) -> list[str]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """The page's server. A nano that samples may go on for long, so it is kept short."""
-    command = words("mlx_lm.server --model")
+    command = words("--prompt-cache-bytes")
     for option, value in (("--temp", "0.0"), ("--max-tokens", "400")):
         command[command.index(option) + 1] = value
     for option in ("--model", "--port"):
@@ -57,7 +60,7 @@ def server() -> Iterator[Server]:
 
 
 def test_curl(server: Server):
-    command = words("curl -s")
+    command = words("curl -s http")
     options = dict(zip(command[3::2], command[4::2], strict=True))
     kind, value = options["-H"].split(": ")
     request = urllib.request.Request(
@@ -176,3 +179,42 @@ def test_what_the_server_does_not_pass_on():
     for word in ("effort=low", "tool_choice=required", "response_format=json_object"):
         assert word not in plain
         assert word in told
+
+
+def test_the_watch_starts_a_dead_server_again():
+    """The page's loop, with its times shortened."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    loop = block("sh", "while sleep 1").replace("$BUILD", str(NANO_FOLDER))
+    loop = loop.replace("8080", port).replace("sleep 5", "sleep 0.2")
+    server = Server(int(port))
+
+    def wait_until(healthy: bool) -> None:
+        deadline = time.monotonic() + 40
+        while server.healthy() != healthy:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    watch = subprocess.Popen(
+        ["bash", "-c", loop],
+        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(healthy=True)
+        with pytest.raises(APIError):
+            server.client().completions.create(model=MODEL, prompt="")
+        wait_until(healthy=False)
+        wait_until(healthy=True)
+        reply = server.client().completions.create(
+            model=MODEL, prompt="a", max_tokens=2
+        )
+        assert reply.choices[0].text
+    finally:
+        os.killpg(watch.pid, signal.SIGKILL)
+        watch.wait()
+        for client in server.clients:
+            client.close()

@@ -1,25 +1,24 @@
-"""Text as ids arrive: ours and mlx-lm's own streaming over our tokenizer."""
+"""Text as ids arrive: mlx-lm's own streaming over our tokenizer."""
 
 import time
-from typing import Any
 
 import pytest
 from lines import sample_lines
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizer_folders import load_tk
 
-from kimi_k3.tokenizer.stream import Utf8Detokenizer
+from kimi_k3.tokenizer.decoded import DecodedText
 from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
-
-DETOKENIZERS: dict[str, Any] = {
-    "ours": Utf8Detokenizer,
-    "mlx-lm's": NaiveStreamingDetokenizer,
-}
 
 
 @pytest.fixture(scope="module")
 def tk(tmp_path_factory: pytest.TempPathFactory) -> TikTokenTokenizer:
     return load_tk(tmp_path_factory.mktemp("tk"))
+
+
+@pytest.fixture(scope="module")
+def wrapper(tk: TikTokenTokenizer) -> TokenizerWrapper:
+    return TokenizerWrapper(tk)
 
 
 def segments(wrapper: TokenizerWrapper, ids: list[int]) -> list[str]:
@@ -36,16 +35,12 @@ def segments(wrapper: TokenizerWrapper, ids: list[int]) -> list[str]:
     return shown
 
 
-@pytest.mark.parametrize("kind", DETOKENIZERS)
-def test_segments_add_up_to_the_text(tk, kind):
-    wrapper = TokenizerWrapper(tk, DETOKENIZERS[kind])
+def test_segments_add_up_to_the_text(tk, wrapper):
     for line in sample_lines(60):
         assert "".join(segments(wrapper, tk.encode(line))) == line
 
 
-@pytest.mark.parametrize("kind", DETOKENIZERS)
-def test_incomplete_characters_are_held_back(tk, kind):
-    wrapper = TokenizerWrapper(tk, DETOKENIZERS[kind])
+def test_incomplete_characters_are_held_back(tk, wrapper):
     ids = tk.encode("a吗😎b")
     assert len(ids) == 7
     shown = segments(wrapper, ids)
@@ -55,25 +50,27 @@ def test_incomplete_characters_are_held_back(tk, kind):
     assert "".join(segments(wrapper, broken)) == tk.decode(broken)
 
 
-def test_streams_do_not_share_state(tk):
-    wrapper = TokenizerWrapper(tk, DETOKENIZERS["ours"])
-    first, second = wrapper.detokenizer, wrapper.detokenizer
-    ids = tk.encode("吗")
-    first.add_token(ids[0])
-    second.add_token(98)
-    first.add_token(ids[1])
-    first.add_token(ids[2])
-    assert (first.last_segment, second.last_segment) == ("吗", "b")
-    first.reset()
-    assert (first.text, first.tokens) == ("", [])
+def test_segments_know_control_ids(tk, wrapper):
+    text = "a<|sep|>\n<|open|>吗"
+    ids = tk.encode(text, split_special_tokens=False)
+    shown = segments(wrapper, ids)
+    whole = DecodedText.joined(*shown)
+    assert whole.controls == tk.decode(ids).controls == ((1, 8), (9, 17))
+    spelled = segments(wrapper, tk.encode(text, split_special_tokens=True))
+    assert DecodedText.joined(*spelled) == whole
+    assert DecodedText.joined(*spelled).controls == ()
 
 
-def test_a_long_line_costs_the_same_for_each_id(tk):
-    """mlx-lm's own decodes the whole line again for each id; ours does not."""
-    stream = TokenizerWrapper(tk, DETOKENIZERS["ours"]).detokenizer
-    start = time.perf_counter()
-    for _ in range(50_000):
-        stream.add_token(97)
-        assert stream.last_segment == "a"
-    assert time.perf_counter() - start < 5
-    assert len(stream.text) == 50_000
+def seconds(wrapper: TokenizerWrapper, ids: list[int]) -> float:
+    begun = time.process_time()
+    segments(wrapper, ids)
+    return time.process_time() - begun
+
+
+def test_a_long_answer_costs_little(wrapper):
+    """Lines cost what they are long; a line of 3,000 tokens, seconds at the very most."""
+    line = [97] * 39 + [10]
+    few = min(seconds(wrapper, line * 25) for _ in range(3))
+    many = min(seconds(wrapper, line * 200) for _ in range(2))
+    assert many < 24 * few
+    assert seconds(wrapper, [97] * 3000) < 5

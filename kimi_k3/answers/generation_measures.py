@@ -13,10 +13,10 @@ from typing import Any
 from .answers import Answer
 from .drift import drifts
 from .generation_prompts import Prompt
-from .generation_sections import RESPONSE, TEXT, THINK, Markers, Section
+from .generation_sections import THINK, Markers
 from .loops import Loop, Token, compression_ratio, find_loop, repeated_share
 from .stops import LENGTH, Stop, stop_of
-from .tool_calls import ToolCalls, ToolChecker, tool_calls_of
+from .tool_calls import ToolCalls, ToolChecker, calls_begun, judge_calls
 
 #: Names of measures, and what they are.
 MEASURES = {
@@ -70,13 +70,14 @@ class Measurer:
         sections = self._markers.sections(ids, prompt.begins_in)
         stop = stop_of(end, sections)
         loop = self._loop(ids, stop)
-        calls = self._calls(sections, prompt)
+        reasoning, content, called = self._said(ids, prompt)
+        calls = self._calls(ids, called, prompt)
         pairs = {
             "loops": _share(loop is not None),
             **_told("repeated", repeated_share(ids)),
             **_told("compression", compression_ratio(answer.text)),
-            **_told("language_drift", self._drift(prompt, sections, (RESPONSE, TEXT))),
-            **_told("think_drift", self._drift(prompt, sections, (THINK,))),
+            **_told("language_drift", drifts(prompt.question, content)),
+            **_told("think_drift", drifts(prompt.question, reasoning)),
         }
         if loop is not None:
             pairs["first_loop"] = float(loop.start), 1.0
@@ -102,24 +103,24 @@ class Measurer:
             self._tokens[token_id] = Token.of(content)
         return self._tokens[token_id]
 
-    def _calls(self, sections: list[Section], prompt: Prompt) -> ToolCalls:
+    def _said(self, ids: list[int], prompt: Prompt) -> tuple[str, str, list[Any]]:
+        """Reasoning, content and calls; a raw completion is content."""
+        from ..tokenizer.answer import read_answer
+
+        if not prompt.is_conversation:
+            return "", self._tokenizer.decode(ids), []
+        thinking = prompt.begins_in == THINK
+        said = read_answer(self._tokenizer, ids, thinking=thinking, tools=prompt.tools)
+        return said.reasoning, said.content, said.tool_calls
+
+    def _calls(self, ids: list[int], calls: list[Any], prompt: Prompt) -> ToolCalls:
+        if not prompt.is_conversation:
+            return ToolCalls()
         key = json.dumps(prompt.tools, sort_keys=True)
         if key not in self._checkers:
             self._checkers[key] = ToolChecker(prompt.tools, prompt.corpus)
-        return tool_calls_of(
-            sections,
-            self._markers,
-            self._tokenizer.decode,
-            self._tokenizer.tool_parser,
-            prompt.tools,
-            self._checkers[key],
-        )
-
-    def _drift(
-        self, prompt: Prompt, sections: list[Section], names: tuple[str, ...]
-    ) -> bool | None:
-        texts = [self._tokenizer.decode(s.ids) for s in sections if s.name in names]
-        return drifts(prompt.question, "\n".join(texts))
+        began = calls_begun(ids, self._markers)
+        return judge_calls(calls, began, self._checkers[key])
 
 
 def _share(is_so: bool) -> tuple[float, float]:

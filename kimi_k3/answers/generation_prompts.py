@@ -20,6 +20,7 @@ from ..build.documents import Document, document
 from ..build.mix import Chats, Corpus, Mix
 from ..build.mix_file import find_mix
 from ..errors import ChatError, EvaluationError
+from ..tokenizer.media import check_expanded
 from ..tokenizer.messages import read_conversation
 from .generation_sections import TEXT, THINK
 from .tool_calls import ToolChecker
@@ -139,6 +140,7 @@ class _Reader:
         text = self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False
         )
+        check_expanded(text)
         if not any(m.role in ("user", "tool") for m in read_conversation(messages)):
             raise ChatError("no user or tool message, so there is nothing to answer.")
         if (found := document(text)) is not None:
@@ -162,7 +164,7 @@ class _Reader:
         results = [place for place, role in enumerate(roles) if role == "tool"]
         for last in sorted({*users[-1:], max(users[-1:] + results[-1:])}):
             asked = read_conversation(messages[: last + 1])
-            questions = ["".join(m.content) for m in asked if m.role == "user"]
+            questions = [m.text for m in asked if m.role == "user"]
             ids = self._tokenizer.apply_chat_template(
                 messages[: last + 1], tools=tools, add_generation_prompt=True
             )

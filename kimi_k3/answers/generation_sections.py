@@ -1,7 +1,9 @@
 """An answer's ids in sections, ``think``, ``response`` and ``tools``, by its control ids.
 
-The prompt leaves a section open, which the answer begins in. A raw completion has one
-section, ``text``. Only control ids are structure: text that spells a marker is text.
+For what is asked of ids: which sections were begun, and which ends were written. What an
+answer says in them, ``read_answer`` tells. The prompt leaves a section open, which the
+answer begins in. A raw completion has one section, ``text``. Only control ids are
+structure: text that spells a marker is text.
 """
 
 from collections.abc import Sequence
@@ -93,4 +95,6 @@ class Markers:
 
 def _begins(name: str, current: Section | None) -> bool:
     """Whether the tag ``name`` opens a section: also in one that was left unclosed."""
-    return name in _SECTIONS and (current is None or current.name != TOOLS)
+    if current is not None and current.name == TOOLS:
+        return name == RESPONSE
+    return name in _SECTIONS

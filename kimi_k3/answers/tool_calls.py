@@ -1,27 +1,24 @@
-"""Tool calls of an answer, as the host that serves the build would get them.
+"""Tool calls of an answer, as the host that serves the build would give them.
 
-The text between ``tools`` tags goes through the parser that mlx-lm found for the
-tokenizer, as in its server; then a call's name must be one of the tools that the prompt
-offered, and its arguments must satisfy that tool's JSON schema. Of the calls that an
-answer began, n,
+Calls are what ``read_answer`` finds, which is what mlx-lm's server gives. A call's name
+must then be one of the tools that the prompt offered, and its arguments must satisfy
+that tool's JSON schema. Of the calls that an answer began, n,
 
     parses = (calls that the host gives) / n
     known  = (those of an offered tool) / n
     valid  = (those whose arguments satisfy its schema) / n
 
-so each is part of the one before. A section without a call counts as one that fails.
+so each is part of the one before. A tools section without a call counts as one that
+fails.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EvaluationError, MissingPackageError
-from .generation_sections import TOOLS, Markers, Section
-
-#: The host's parser: text of a section and the offered tools → a call, or several.
-Parser = Callable[[str, Any], Any]
+from .generation_sections import THINK, TOOLS, Markers
 
 
 @dataclass(frozen=True)
@@ -58,62 +55,41 @@ class ToolChecker:
     def knows(self, name: Any) -> bool:
         return isinstance(name, str) and name in self._validators
 
-    def accepts(self, name: str, arguments: Any) -> bool:
-        """Whether ``arguments``, an object or its JSON, are as the tool wants them."""
+    def accepts(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        """Whether ``arguments`` are as the tool wants them."""
         try:
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            return isinstance(arguments, dict) and self._validators[name].is_valid(
-                arguments
-            )
+            return self._validators[name].is_valid(arguments)
         except Exception:
             # What cannot be judged, such as a number too large or a schema that names
             # itself, is no valid call; the other answers are still to be counted.
             return False
 
 
-def tool_calls_of(
-    sections: Sequence[Section],
-    markers: Markers,
-    decode: Callable[[list[int]], str],
-    parser: Parser | None,
-    tools: Sequence[Any],
-    checker: ToolChecker,
+def calls_begun(ids: Sequence[int], markers: Markers) -> int:
+    """Calls that an answer began, a tools section without any being one."""
+    empty = sum(
+        section.name == TOOLS and not _call_tags(section.ids, markers)
+        for section in markers.sections(ids, THINK)
+    )
+    return empty + _call_tags(ids, markers)
+
+
+def judge_calls(
+    calls: Sequence[Mapping[str, Any]], began: int, checker: ToolChecker
 ) -> ToolCalls:
-    """What the ``tools`` sections of an answer hold; ``parser`` None gets nothing."""
-    began = parsed = known = valid = 0
-    for section in sections:
-        if section.name != TOOLS:
-            continue
-        attempts = max(1, _calls_begun(section.ids, markers))
-        calls = _parse(parser, decode(section.ids), tools)[:attempts]
-        began += attempts
-        parsed += len(calls)
-        good = [call for call in calls if checker.knows(call.get("name"))]
-        known += len(good)
-        valid += sum(checker.accepts(c["name"], c.get("arguments")) for c in good)
-    return ToolCalls(began, parsed, known, valid)
+    """``calls`` as ``read_answer`` gives them, of an answer that began ``began``."""
+    good = [call for call in calls if checker.knows(call["name"])]
+    valid = [call for call in good if checker.accepts(call["name"], call["arguments"])]
+    return ToolCalls(began, len(calls), len(good), len(valid))
 
 
-def _calls_begun(ids: Sequence[int], markers: Markers) -> int:
+def _call_tags(ids: Sequence[int], markers: Markers) -> int:
     tags = (
         markers.tag_at(ids, place)
         for place, token in enumerate(ids)
         if token == markers.open
     )
     return sum(tag is not None and tag[0] == "call" for tag in tags)
-
-
-def _parse(parser: Parser | None, text: str, tools: Sequence[Any]) -> list[Any]:
-    if parser is None:
-        return []
-    try:
-        calls = parser(text, list(tools))
-    except Exception:
-        # Whatever the host's parser stumbles over, its user gets no call.
-        return []
-    calls = calls if isinstance(calls, list) else [calls]
-    return [call for call in calls if isinstance(call, dict)]
 
 
 def _validator(schema: Mapping[str, Any], where: str) -> Any:

@@ -18,6 +18,7 @@ from ..errors import (
     TokenizerError,
 )
 from ..tokenizer.files import EOS_NAME, check_tokenizer_folder
+from ..tokenizer.media import check_expanded
 from .corpus_stream import HELD_OUT, PARTS, CorpusStream, Progress
 from .documents import Document
 from .mix import Mix
@@ -160,7 +161,9 @@ def _renderer(tokenizer: Any) -> Callable[[Any, Any], str]:
             raise ChatError(
                 "'messages' is a list of lists; give one conversation a line."
             )
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        check_expanded(prompt)
+        return prompt
 
     return render
 

@@ -9,6 +9,7 @@ and JSON in a value survive there too, unless they spell exactly that.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .decoded import DecodedText
 from .files import MARKERS
@@ -18,7 +19,8 @@ from .xtml import CLOSE, OPEN, SEP
 _VALUES = ("argument", "json")
 _AROUND = ("call", "tools", "message")
 
-_HEADER = r'(?:[^"<]|"[^"]*"|<(?!\|sep\|>))*+'
+# Outside of quotes no marker can stand in a tag, so that no search goes far.
+_HEADER = r'(?:[^"<]|"[^"]*"|<(?!\|))*+'
 _TAG = re.compile(
     rf"<\|open\|>(?P<opened>(?P<name>call|argument|json|tools)\b{_HEADER})<\|sep\|>"
     r"|<\|close\|>(?P<closed>call|tools|message)(?:<\|sep\|>|\Z)"
@@ -88,21 +90,20 @@ class _Span:
 def _exact(text: DecodedText) -> Iterator[Tag]:
     content = text.plain()
     spans = [span for span in _spans(text) if span.name in _VALUES + _AROUND]
-    for span, after in zip(spans, [*spans[1:], None], strict=True):
+    end = _Span("", False, "", len(content), len(content))
+    for span, after in pairwise([*spans, end]):
         if span.name in _AROUND:
             yield Tag(span.name, span.opens, span.header)
         elif span.opens:
-            closed = after and after.name == span.name and not after.opens
-            body = content[span.stop : after.start] if after and closed else None
+            closed = after.name == span.name and not after.opens
+            body = content[span.stop : after.start] if closed else None
             yield Tag(span.name, True, span.header, body)
 
 
 def _spans(text: DecodedText) -> Iterator[_Span]:
     content = text.plain()
     marks = [(a, b) for a, b in text.controls if content[a:b] in MARKERS]
-    for (start, stop), (after, beyond) in zip(
-        marks, [*marks[1:], (len(content),) * 2], strict=True
-    ):
+    for (start, stop), (after, beyond) in pairwise([*marks, (len(content),) * 2]):
         between = content[stop:after]
         complete = content[after:beyond] == SEP.text
         if content[start:stop] == OPEN.text and complete:

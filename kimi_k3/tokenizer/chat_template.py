@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .decoded import control_characters
+from .options import chat_options
 from .prompt import Piece, RenderedPrompt
-from .xtml import CLOSE, END, OPEN, SEP, chat_options, render
+from .xtml import CLOSE, END, OPEN, SEP, render
 
 __all__ = ["RESPONSE_FORMAT", "apply_chat_template"]
 

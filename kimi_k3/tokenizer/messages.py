@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ChatError
+from .media import IMAGE
+from .prompt import Piece
 
 #: Roles that hosts send → the role that K3 knows.
 ROLES = {
@@ -18,6 +20,9 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+
+#: Types of content parts that hosts send for an image.
+IMAGE_TYPES = ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message; ``content`` keeps the caller's text parts apart.
+    """One message; ``content`` keeps the caller's parts apart, images as placeholders.
 
-    ``tool`` and ``tool_index`` (from 1) are set for tool results.
+    A tool result has ``tool`` if it brings a name; ``tool_index``, from 1, is its
+    call's once it is known which call it answers.
     """
 
     index: int
     role: str
-    content: tuple[str, ...] = ()
+    content: tuple[str | Piece, ...] = ()
     name: str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -51,9 +57,14 @@ class Message:
     tool: str | None = None
     tool_index: int = 0
 
+    @property
+    def text(self) -> str:
+        """The text of ``content``, without images."""
+        return "".join(part for part in self.content if isinstance(part, str))
+
 
 def read_conversation(conversation: Any) -> list[Message]:
-    """Typed messages of ``conversation``, tool results in order of their calls.
+    """Typed messages of ``conversation``, as they stand there.
 
     Raises ChatError naming the message that cannot be rendered and why.
     """
@@ -64,8 +75,7 @@ def read_conversation(conversation: Any) -> list[Message]:
         )
     if not conversation:
         raise ChatError("the conversation is empty; pass at least one message.")
-    messages = [_read(i, message) for i, message in enumerate(conversation)]
-    return _with_tool_names(_in_call_order(messages))
+    return [_read(i, message) for i, message in enumerate(conversation)]
 
 
 def _read(index: int, message: Any) -> Message:
@@ -98,10 +108,9 @@ def _read(index: int, message: Any) -> Message:
             ),
         )
     if role == "tool":
-        call_id = message.get("tool_call_id", message.get("id"))
         return replace(
             read,
-            call_id=None if call_id is None else str(call_id),
+            call_id=_id(message.get("tool_call_id", message.get("id"))),
             tool=_text(where, "tool", message.get("tool")) or read.name,
         )
     if role == "system" and (tools := message.get("tools")):
@@ -114,7 +123,7 @@ def _read(index: int, message: Any) -> Message:
     return read
 
 
-def _content(where: str, content: Any) -> tuple[str, ...]:
+def _content(where: str, content: Any) -> tuple[str | Piece, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
@@ -127,16 +136,20 @@ def _content(where: str, content: Any) -> tuple[str, ...]:
     return tuple(_part(f"{where}, part {n}", part) for n, part in enumerate(content))
 
 
-def _part(where: str, part: Any) -> str:
+def _part(where: str, part: Any) -> str | Piece:
     if not isinstance(part, Mapping):
         raise ChatError(
             f"{where} is {_kind(part)}; a content part is a dictionary such as "
             "{'type': 'text', 'text': …}."
         )
-    if part.get("type") != "text":
+    kind = part.get("type")
+    if kind in IMAGE_TYPES:
+        return IMAGE
+    if kind != "text":
         raise ChatError(
-            f"{where} has type {part.get('type')!r}; only 'text' parts are rendered "
-            "here. Leave media out, or describe them in words."
+            f"{where} has type {kind!r}; Kimi K3 takes 'text' and "
+            f"{', '.join(map(repr, IMAGE_TYPES))}. Leave other media out, or describe "
+            "them in words."
         )
     if not isinstance(text := part.get("text"), str):
         raise ChatError(f"{where} has no string under 'text'; add it.")
@@ -151,8 +164,7 @@ def _call(where: str, call: Any) -> ToolCall:
             f"{where} names no function; a tool call is {{'id': …, 'function': "
             "{'name': …, 'arguments': …}}."
         )
-    call_id = call.get("id")
-    call_id = None if call_id is None else str(call_id)
+    call_id = _id(call.get("id"))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         if not arguments.strip():
@@ -172,66 +184,9 @@ def _call(where: str, call: Any) -> ToolCall:
     return ToolCall(name, arguments, call_id=call_id)
 
 
-def _in_call_order(messages: list[Message]) -> list[Message]:
-    """Each run of tool results sorted by the calls they answer, and named after them.
-
-    A run of which some result carries no id of the last assistant message's calls
-    stays as it is.
-    """
-    ordered: list[Message] = []
-    run: list[Message] = []
-    calls: dict[str | None, tuple[int, str]] = {}
-    for message in messages:
-        if message.role == "tool":
-            run.append(message)
-            continue
-        ordered += _sorted_run(run, calls)
-        run = []
-        if message.role == "assistant":
-            calls = _calls_by_id(message)
-        ordered.append(message)
-    return ordered + _sorted_run(run, calls)
-
-
-def _calls_by_id(message: Message) -> dict[str | None, tuple[int, str]]:
-    """Call id → position and function name; of equal ids the first call counts."""
-    calls: dict[str | None, tuple[int, str]] = {}
-    for position, call in enumerate(message.tool_calls):
-        if call.call_id is not None:
-            calls.setdefault(call.call_id, (position, call.name))
-    return calls
-
-
-def _sorted_run(
-    run: list[Message], calls: Mapping[str | None, tuple[int, str]]
-) -> list[Message]:
-    if any(message.call_id not in calls for message in run):
-        return run
-    in_order = sorted(run, key=lambda message: calls[message.call_id][0])
-    return [replace(message, tool=calls[message.call_id][1]) for message in in_order]
-
-
-def _with_tool_names(messages: list[Message]) -> list[Message]:
-    """Tool results numbered from 1 after each assistant message, and named."""
-    named: list[Message] = []
-    calls: tuple[ToolCall, ...] = ()
-    count = 0
-    for message in messages:
-        if message.role == "assistant":
-            calls, count = message.tool_calls, 0
-        elif message.role == "tool":
-            count += 1
-            tool = message.tool or (
-                calls[count - 1].name if count <= len(calls) else ""
-            )
-            if not tool:
-                raise ChatError(
-                    f"message {message.index} is a tool result that no tool call before "
-                    "it asked for; give it 'name', or 'tool_call_id' of a call."
-                )
-            message = replace(message, tool=tool, tool_index=count)
-        named.append(message)
-    return named
+def _id(value: Any) -> str | None:
+    """An id as a string; an empty one is none."""
+    return None if value is None else str(value) or None
 
 
 def _text(where: str, key: str, value: Any) -> str:

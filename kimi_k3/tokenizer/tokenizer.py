@@ -18,6 +18,7 @@ from . import TOKENIZER_DEFAULTS, auto
 from .bpe import Bpe, printable
 from .decoded import DecodedText
 from .files import (
+    CONFIG_FILE,
     EOS_NAME,
     MARKERS,
     VOCAB_FILE,
@@ -27,8 +28,10 @@ from .files import (
     read_tokenizer_config,
     stated_end_ids,
 )
+from .media import check_expanded
+from .options import chat_options
 from .prompt import Piece, RenderedPrompt
-from .xtml import OPEN, bare_tags, chat_options, render
+from .xtml import OPEN, bare_tags, render
 
 #: Stands for a template: hosts take a tokenizer without one for a model without chat.
 #: Whoever renders it by mistake is told so instead of getting a wrong prompt.
@@ -158,6 +161,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
           markers, if the text begins like a hand-written conversation.
         """
         if isinstance(text, RenderedPrompt):
+            check_expanded(text)
             return self._ids_of_pieces(text.pieces)
         if split is not None:
             return (
@@ -172,9 +176,19 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         return self._bpe.encode(text)
 
     def _ids_of_pieces(self, pieces: Sequence[Piece]) -> list[int]:
+        """Raises TokenizerError for a mark that the checkpoint does not name."""
+        controls = self._bpe.controls
         ids: list[int] = []
         for text, control in pieces:
-            ids += [self._bpe.controls[text]] if control else self._bpe.encode(text)
+            if not control:
+                ids += self._bpe.encode(text)
+            elif text in controls:
+                ids.append(controls[text])
+            else:
+                raise TokenizerError(
+                    f"the prompt needs {text}, which {self._folder} gives to no id; "
+                    f"take {CONFIG_FILE} from the checkpoint's own repository."
+                )
         return ids
 
     def _encode_plus(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -7,17 +7,22 @@ Only markers written here are control pieces; whatever callers pass is text. Tex
 are encoded one by one, so where one ends is part of the format.
 """
 
-import json
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ChatError
 from .messages import Message, ToolCall, read_conversation
+from .notes import (
+    effort_note,
+    json_text,
+    later_tools,
+    response_format_note,
+    tool_choice_note,
+    tool_declaration,
+)
+from .options import ChatOptions
 from .prompt import Piece
-
-logger = logging.getLogger(__name__)
+from .tool_results import pair_results
 
 OPEN, CLOSE, SEP, END = (
     Piece("<|open|>", control=True),
@@ -28,60 +33,6 @@ OPEN, CLOSE, SEP, END = (
 
 TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
 
-THINKING_EFFORTS = ("low", "high", "max")
-
-_NO_FENCE = (
-    "Your response must be raw JSON data without markdown code blocks (```json) or any "
-    "additional formatting."
-)
-
-_TOOL_CHOICE = {
-    "required": "MUST call tools",
-    "none": "MUST NOT call any tools",
-}
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """What a conversation is rendered with, beside its messages.
-
-    ``thinking_effort`` None leaves the note on effort out. ``continue_final_message``
-    leaves the last message open: True its content (or its reasoning, if it has nothing
-    else), or the name of the field to continue.
-    """
-
-    tools: Sequence[Any] | None = None
-    thinking: bool = True
-    thinking_effort: str | None = "max"
-    tool_choice: Any = None
-    response_format: Any = None
-    response_schema: Any = None
-    add_generation_prompt: bool = False
-    continue_final_message: bool | str = False
-
-
-#: Options of transformers that mean nothing here: markers in messages never count.
-_IGNORED = ("sanitize_control_tokens", "tokenizer_kwargs")
-_REFUSED = ("chat_template", "documents", "return_assistant_tokens_mask")
-
-
-def chat_options(*, thinking: bool | None = None, **kwargs: Any) -> ChatOptions:
-    """Options as hosts pass them: unknown ones are logged and ignored.
-
-    ``enable_thinking`` is the name that other models have for ``thinking``. Raises
-    ChatError for what transformers can do with a template and this format cannot.
-    """
-    if thinking is None:
-        thinking = kwargs.pop("enable_thinking", None)
-    for name in _REFUSED:
-        if kwargs.pop(name, None):
-            raise ChatError(f"Kimi K3's chat format has no {name}; leave it out.")
-    known = {field.name for field in fields(ChatOptions)}
-    for name in kwargs.keys() - known - {*_IGNORED}:
-        logger.warning("Kimi K3's chat format has no option %r; ignored.", name)
-    given = {name: value for name, value in kwargs.items() if name in known}
-    return ChatOptions(thinking=thinking is None or bool(thinking), **given)
-
 
 class _Page:
     """Pieces in the order they are written."""
@@ -89,8 +40,9 @@ class _Page:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
 
-    def text(self, *texts: str) -> None:
-        self.pieces += [Piece(text) for text in texts if text]
+    def text(self, *texts: str | Piece) -> None:
+        """Texts of callers; a placeholder of theirs is a piece already."""
+        self.pieces += [Piece(t) if isinstance(t, str) else t for t in texts if t]
 
     def open(self, tag: str, **attributes: str | int | None) -> None:
         self.pieces.append(OPEN)
@@ -106,7 +58,9 @@ class _Page:
         self.text(tag)
         self.pieces.append(SEP)
 
-    def section(self, tag: str, *texts: str, **attributes: str | int | None) -> None:
+    def section(
+        self, tag: str, *texts: str | Piece, **attributes: str | int | None
+    ) -> None:
         self.open(tag, **attributes)
         self.text(*texts)
         self.close(tag)
@@ -116,24 +70,25 @@ class _Page:
         self.section("message", body, role="system", type=kind)
         self.pieces.append(END)
 
-    def message(self, *texts: str, **attributes: str | int | None) -> None:
+    def message(self, *texts: str | Piece, **attributes: str | int | None) -> None:
         self.section("message", *texts, **attributes)
         self.pieces.append(END)
 
 
 def render(conversation: Any, options: ChatOptions) -> list[Piece]:
     """The pieces of ``conversation``; raises ChatError naming message and fault."""
-    messages = read_conversation(conversation)
+    asks = options.add_generation_prompt and not options.continue_final_message
+    messages = pair_results(read_conversation(conversation), reply=asks)
     last = messages.pop() if options.continue_final_message else None
     page = _Page()
     if options.tools:
-        page.note("tool-declare", _tool_declaration(options.tools))
+        page.note("tool-declare", tool_declaration(options.tools))
     if options.thinking and options.thinking_effort is not None:
-        page.note("thinking-effort", _effort(options.thinking_effort))
+        page.note("thinking-effort", effort_note(options.thinking_effort))
     for message in messages:
         _message(page, message, options.thinking)
     before = len(page.pieces)
-    _closing_notes(page, options)
+    _closing_notes(page, messages, options)
     if last is not None:
         if last.role != "assistant" and len(page.pieces) > before:
             raise ChatError(
@@ -141,20 +96,33 @@ def render(conversation: Any, options: ChatOptions) -> list[Piece]:
                 "tool_choice or response_format, which end the prompt; drop those."
             )
         _open_message(page, last, options)
-    if options.add_generation_prompt:
-        if last is not None:
-            raise ChatError(
-                "continue_final_message and add_generation_prompt exclude each other; "
-                "choose one."
-            )
+    elif asks:
         page.open("message", role="assistant")
         page.open("think" if options.thinking else "response")
     return page.pieces
 
 
+def _closing_notes(
+    page: _Page, messages: Iterable[Message], options: ChatOptions
+) -> None:
+    """What the caller asks of the next message, told after all messages."""
+    tools = None
+    # Hosts also render the start of a conversation, to find where it ends in the whole.
+    if options.add_generation_prompt or options.continue_final_message:
+        later = [tool for message in messages for tool in message.tools]
+        tools = [*(options.tools or ()), *later]
+    choice = tool_choice_note(options.tool_choice, tools)
+    wanted = response_format_note(options.response_format, options.response_schema)
+    if choice is not None:
+        page.note("tool-choice", choice)
+    if wanted is not None:
+        page.note("response-format", wanted)
+
+
 def _message(page: _Page, message: Message, thinking: bool) -> None:
     if message.tools:
-        page.note("tool-declare", _later_tools(message))
+        note = later_tools(f"message {message.index}", message.tools)
+        page.note("tool-declare", note)
     elif message.role != "assistant":
         page.message(*message.content, **_attributes(message))
     else:
@@ -180,10 +148,10 @@ def _attributes(message: Message) -> dict[str, str | int | None]:
 def _open_message(page: _Page, message: Message, options: ChatOptions) -> None:
     """``message`` up to the end of what it says, so that a model goes on from there."""
     where = f"message {message.index}"
-    if message.tools or message.tool_calls:
+    if message.tools or message.tool_calls or message.role == "tool":
         raise ChatError(
-            f"{where} cannot be continued: it declares or calls tools, which are "
-            "complete. Use add_generation_prompt instead."
+            f"{where} cannot be continued: it declares or calls tools, or is a result "
+            "of one, which are complete. Use add_generation_prompt instead."
         )
     page.open("message", **_attributes(message))
     if message.role != "assistant":
@@ -222,7 +190,7 @@ def _tool_call(page: _Page, message: int, number: int, call: ToolCall) -> None:
     else:
         for key, value in call.arguments.items():
             where = f"message {message}, call {number - 1}, argument {key!r}"
-            text = value if isinstance(value, str) else _json(where, value)
+            text = value if isinstance(value, str) else json_text(where, value)
             page.section("argument", text, key=str(key), type=_type(value))
     page.close("call")
 
@@ -237,101 +205,6 @@ def _type(value: Any) -> str:
     if isinstance(value, str):
         return "string"
     return "object" if isinstance(value, dict) else "array"
-
-
-def _tool_declaration(tools: Sequence[Any]) -> str:
-    return (
-        "# Tools\n"
-        "Here are the available tools, described in JSONSchema.\n\n"
-        f"```json\n{_sorted_json('tools', tools)}\n```"
-    )
-
-
-def _later_tools(message: Message) -> str:
-    tools = _sorted_json(f"message {message.index}, tools", message.tools)
-    return (
-        "## New Tools Available\n"
-        "The system dynamically extends the toolset via lazy-loading.\n"
-        "You have access to all existing and extended tools.\n"
-        "Here are the specs for the extended tools.\n\n"
-        f"```json\n{tools}\n```"
-    )
-
-
-def _effort(effort: str) -> str:
-    if effort not in THINKING_EFFORTS:
-        raise ChatError(
-            f"thinking_effort is {effort!r}; choose {', '.join(THINKING_EFFORTS)}, or "
-            "thinking=False for none."
-        )
-    return (
-        "`thinking_effort` guides on how much to think in your thinking channel (not "
-        "including the response channel), supported values include `low`, `medium`, "
-        "`high`, and `max`.\n"
-        f"Now the system is invoked with `thinking_effort={effort}`."
-    )
-
-
-def _closing_notes(page: _Page, options: ChatOptions) -> None:
-    """What the caller asks of the next message, told after all messages."""
-    choice = options.tool_choice
-    if isinstance(choice, str) and choice in _TOOL_CHOICE:
-        page.note(
-            "tool-choice",
-            f"The system is invoked with `tool_choice={choice}`.\n"
-            f"You {_TOOL_CHOICE[choice]} in the next message.",
-        )
-    elif choice not in (None, "auto"):
-        raise ChatError(
-            f"tool_choice is {choice!r}; Kimi K3 knows 'auto', 'required' and 'none'."
-        )
-    wanted = options.response_format
-    if isinstance(wanted, Mapping):
-        wanted = wanted.get("type")
-    if wanted in (None, "text"):
-        return
-    if wanted not in ("json_object", "json_schema"):
-        raise ChatError(
-            f"response_format is {wanted!r}; Kimi K3 knows 'text', 'json_object' and "
-            "'json_schema'."
-        )
-    body = f"The system is invoked with `response_format={wanted}`.\n{_NO_FENCE}"
-    if wanted == "json_schema":
-        schema = _sorted_json("response_format", _schema(options))
-        body += (
-            f"\nThe JSON data must match the following schema:\n```json\n{schema}\n```"
-        )
-    page.note("response-format", body)
-
-
-def _schema(options: ChatOptions) -> Any:
-    """The schema itself, out of OpenAI's wrapping if it has one."""
-    if options.response_schema is not None:
-        return options.response_schema
-    wrapped = options.response_format
-    wrapped = wrapped.get("json_schema") if isinstance(wrapped, Mapping) else None
-    if wrapped is None:
-        raise ChatError(
-            "response_format is 'json_schema' but carries no schema; pass {'type': "
-            "'json_schema', 'json_schema': {'schema': …}} or response_schema."
-        )
-    if isinstance(wrapped, Mapping):
-        for key in ("schema", "json_schema"):
-            if key in wrapped:
-                return wrapped[key]
-    return wrapped
-
-
-def _sorted_json(where: str, value: Any) -> str:
-    """Compact JSON with the keys of every object in order."""
-    return _json(where, value, sort_keys=True, separators=(",", ":"))
-
-
-def _json(where: str, value: Any, **style: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, **style)
-    except (TypeError, ValueError) as error:
-        raise ChatError(f"{where} cannot be written as JSON: {error}.") from None
 
 
 def bare_tags() -> Iterable[tuple[Piece, ...]]:

@@ -25,7 +25,9 @@ VERB = Verb(
     "  kimi-k3 run mlx_lm.generate --model ./build --prompt hello\n"
     "  kimi-k3 run mlx_lm.server --model ./build --port 8080\n\n"
     "Only needed where Python ignores start-up files, or to have a damaged folder\n"
-    "named before it is read. The exit code is the command's.\n",
+    "named before it is read. Options of mlx-lm that cannot work with Kimi K3 are refused\n"
+    "with a reason: --draft-model, --chat-template, --max-kv-size, and a --kv-bits or\n"
+    "--kv-group-size that does not fit. The exit code is the command's.\n",
     add_arguments,
     run,
 )
