@@ -53,6 +53,28 @@ def shard_layers(
             _shard_mlp(layer.mlp, group)
 
 
+def shard_head(head: nn.Module, group: mx.distributed.Group) -> nn.Module:
+    """This rank's rows of the vocabulary; the head itself if ranks do not divide it."""
+    if head["weight"].shape[0] % group.size():
+        return head
+    return GatheredHead(shard_linear(head, "all-to-sharded", group=group), group)
+
+
+class GatheredHead(nn.Module):
+    """A head of which each rank multiplies its own rows of the vocabulary."""
+
+    def __init__(self, own: nn.Module, group: mx.distributed.Group):
+        super().__init__()
+        self.own = own
+        self._group = group
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, T, D) → logits of all ranks, (B, T, vocab)."""
+        # Ranks are gathered along the first axis.
+        own = self.own(x).transpose(2, 0, 1)
+        return mx.distributed.all_gather(own, group=self._group).transpose(1, 2, 0)
+
+
 def _shard_kda(attn: KimiDeltaAttention, group: mx.distributed.Group) -> None:
     heads, dim = attn.num_heads // group.size(), attn.head_dim
     first = group.rank() * heads

@@ -15,7 +15,7 @@ from ..checkpoint.completeness import check_complete
 from ..checkpoint.sanitize import module_weights, quantize_as_stored
 from ..config import ModelArgs
 from ..tokenizer import TOKENIZER_DEFAULTS, register_tokenizer
-from .distributed import shard_layers
+from .distributed import shard_head, shard_layers
 from .text import DecoderLayer, LanguageModel, TextModel
 
 __all__ = ["TOKENIZER_DEFAULTS", "Model", "ModelArgs"]
@@ -69,7 +69,7 @@ class Model(nn.Module):
         return self.language_model.make_cache()
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
-        """Keep this rank's slice of every layer (tensor parallelism), in place.
+        """Keep this rank's slice of every layer and the head, in place.
 
         Raises DistributedError, before changing anything, for a number of ranks that
         does not divide the model.
@@ -77,6 +77,9 @@ class Model(nn.Module):
         group = group or mx.distributed.init()
         if group.size() > 1:
             shard_layers(self.layers, self.args.text_config, group)
+            if "lm_head" in self.language_model:
+                head = shard_head(self.language_model.lm_head, group)
+                self.language_model.update_modules({"lm_head": head})
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Checkpoint tensors of any format under this model's own names.
