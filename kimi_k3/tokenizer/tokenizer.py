@@ -155,6 +155,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         - a rendered prompt: what the renderer placed, and only that;
         - ``split`` (transformers' ``split_special_tokens``) True: nothing; False: every
           control name, for callers that render by themselves;
+        - decoded text: the control ids that it was made of, and only those;
         - by default: a text that is exactly one of XTML's tags without attributes, as
           mlx-lm asks for them (where thinking or tool calls start and end);
         - ``whole_prompt`` (a raw completion, with special tokens asked for): the four
@@ -169,6 +170,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
                 if split
                 else self._bpe.encode_with_controls(text)
             )
+        if isinstance(text, DecodedText):
+            return self._ids_of_pieces(text.pieces)
         if (marker := self._markers.get(text)) is not None:
             return list(marker)
         if whole_prompt and text.startswith(_XTML_START):
