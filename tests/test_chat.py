@@ -217,8 +217,9 @@ def test_a_list_of_ids_is_the_whole_conversation(tk, layout):
     ids = tk.apply_chat_template([user("a")])
     with pytest.raises(ChatError, match=f"has no {', '.join(layout)}; leave that out"):
         tk.apply_chat_template([user("a")], **layout)
-    without = dict.fromkeys(layout)
-    assert tk.apply_chat_template([user("a")], **without) == ids
+    for default in (None, False):
+        without = dict.fromkeys(layout, default)
+        assert tk.apply_chat_template([user("a")], **without) == ids
     text = tk.apply_chat_template([user("a")], tokenize=False, **layout)
     assert tk.encode(text) == ids
 

@@ -43,6 +43,10 @@ MESSAGES: dict[str, tuple[Any, str]] = {
         [user("a"), assistant("", tool_calls=[call("f", {}), {"id": "x"}])],
         "message 1, call 1 names no function",
     ),
+    "call of an empty name": (
+        [assistant("", tool_calls=[call("", {})])],
+        "message 0, call 0 names no function",
+    ),
     "arguments are a list": (
         [assistant("", tool_calls=[call("f", "[1]")])],
         r"message 0, call 0 \(f\) has arguments of type list; pass a JSON object",
@@ -73,6 +77,10 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "call of the older API": (
         [user("a"), assistant(None, function_call={"name": "f", "arguments": "{}"})],
         "message 1 has function_call, of an older API; pass the call as 'tool_calls'",
+    ),
+    "empty call of the older API": (
+        [assistant("", function_call={})],
+        "message 0 has function_call",
     ),
     "later tools are a number": (
         [system(None, tools=5)],
@@ -116,6 +124,11 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "'medium'; choose low, high, max",
     ),
     "choice": ([user("a")], {"tool_choice": {"type": "function"}}, "tool_choice is"),
+    "choice of another kind": (
+        [user("a")],
+        {"tool_choice": {"type": "custom", "name": "f"}, "tools": [{"name": "f"}]},
+        "tool_choice is {'type': 'custom', 'name': 'f'}; Kimi K3 knows",
+    ),
     "format": ([user("a")], {"response_format": "xml"}, "response_format is 'xml'"),
     "no schema": (
         [user("a")],
@@ -195,6 +208,11 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         [user("a")],
         {"tools": [{"a": "\ud800"}]},
         r"an option \(tools or a schema\) holds",
+    ),
+    "half a character, continued": (
+        [user("a"), assistant("b\ud800")],
+        {"continue_final_message": True},
+        "message 1 holds",
     ),
     "half a character in a schema": (
         [user("a")],
