@@ -68,6 +68,11 @@ def test_only_the_end_of_a_call_proves_that_it_was_whole():
         for given in (text, str.__str__(text)):
             with pytest.raises(ValueError, match="no whole tool call"):
                 parse_tool_call(given)
+    for cut in ([OPEN], [OPEN, Piece('call tool="g"')]):
+        pieces = [*begun[:-1], *cut]
+        for text in (DecodedText.of(pieces), text_of(pieces)):
+            with pytest.raises(ValueError, match="no whole tool call"):
+                parse_tool_call(text)
     # A close without a word in the middle ends nothing.
     pieces = [*begun[:3], CLOSE, SEP, *begun[3:], Piece("call"), SEP]
     for text in (DecodedText.of(pieces), text_of(pieces)):
@@ -75,11 +80,12 @@ def test_only_the_end_of_a_call_proves_that_it_was_whole():
 
 
 @pytest.mark.parametrize(
-    "text", ["<|open|>call" * 2000, "<|open|>argument<|sep|>" * 3000,
+    "text", ["<|open|>call" * 2000,
+             "<|open|>json<|sep|>" * 5000 + "<|close|>json<|sep|><|x|>" * 5000,
              '<|open|>call tool="' + "a" * 50_000, "<|open|>json<|sep|>" + "{" * 50_000,
              '<|open|>call tool="f"<|sep|>' + "<|close|>argument<|sep|>" * 4000,
              DecodedText.of([*opened("call", " " + "a" * 80_000), *closed("call")])],
-    ids=["opened", "arguments", "header", "json", "closed", "attributes"],
+    ids=["opened", "unclosed", "header", "json", "closed", "attributes"],
 )  # fmt: skip
 def test_no_text_takes_long(text: str):
     """A second would be noticed: others wait meanwhile."""

@@ -74,7 +74,7 @@ def _end_of_call() -> Edges:
     ``<|close|>`` stays in the text, so that the parser can tell a whole call from one
     that was cut. What is left of an irregular end is no argument, and so ignored.
     """
-    edges = [*_edge(CONTENT, END), *_edge(CONTENT, OPEN, Piece("response"), SEP)]
+    edges = _edge(CONTENT, OPEN, Piece("response"), SEP)
     for tag in AROUND:
         edges += _edge(CONTENT, Piece(tag), SEP)
     return edges

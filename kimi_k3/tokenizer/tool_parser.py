@@ -26,6 +26,7 @@ from typing import Any
 
 from .call_tags import VALUES, Tag, attributes, read_tags
 from .strict_json import read_json
+from .tools import function_name, function_of
 
 __all__ = ["parse_tool_call", "tool_call_end", "tool_call_start"]
 
@@ -122,9 +123,9 @@ def _read_argument(call: _Call, tag: Tag, tools: Any) -> None:
 
 def _sole_parameter(name: str, tools: Any) -> str:
     for tool in tools if isinstance(tools, list | tuple) else ():
-        function = _mapping(_mapping(tool).get("function", tool))
-        if function.get("name") == name:
-            declared = _mapping(_mapping(function.get("parameters")).get("properties"))
+        if function_name(tool) == name:
+            parameters = _mapping(function_of(tool).get("parameters"))
+            declared = _mapping(parameters.get("properties"))
             keys = [key for key in declared if isinstance(key, str)]
             return keys[0] if len(keys) == 1 else _SOLE_KEY
     return _SOLE_KEY
