@@ -270,6 +270,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "two agents interleaved": lambda: interleaved(2, TURNS),
     "eight agents": lambda: interleaved(8, 3),
     "eight agents, 32 entries": lambda: interleaved(8, 3, CACHE_SIZE, "32"),
+    "eight agents, 64 entries": lambda: interleaved(8, 3, CACHE_SIZE, "64"),
     "eight agents, 100 entries": lambda: interleaved(8, 3, *LARGE),
     "effort changed for one turn": lambda: once(
         chat_template_kwargs={"thinking_effort": "low"}
@@ -283,6 +284,9 @@ AFTERWARDS: dict[str, Callable[[], dict[str, Any]]] = {
     "last answer again": lambda: last(leave, back=answer),
     "last question again": lambda: last(leave, back=after_question(-1)),
     "last question edited": lambda: last(edit, back=after_question(-1)),
+    "last question edited, 100 entries": lambda: last(
+        edit, *LARGE, back=after_question(-1)
+    ),
     "fifth question edited": lambda: last(edit, back=after_question(4)),
     "fifth question edited, 100 entries": lambda: last(
         edit, *LARGE, back=after_question(4)

@@ -80,6 +80,11 @@ def ids_of(tokenizer: Any, pieces: Pieces, *, letters: bool = False) -> list[int
     return tokenizer.encode(RenderedPrompt(pieces), add_special_tokens=False)
 
 
+def text_of(pieces: Pieces) -> str:
+    """``pieces`` as an ordinary string."""
+    return "".join(piece.text for piece in pieces)
+
+
 def read(tokenizer: Any, shape: Shape, *, letters: bool = False) -> Answer:
     ids = ids_of(tokenizer, shape.pieces, letters=letters)
     return read_answer(tokenizer, ids, thinking=shape.thinking, tools=shape.tools)
@@ -105,6 +110,7 @@ def _said(
     return Answer(reasoning, content, list(calls))
 
 
+_PAD = Piece("[PAD]", control=True)
 _PLAIN, _ASKING, _SILENT = _said(content=_A), _said(calls=[_CALLED]), _said("", _A)
 
 SHAPES = {
@@ -158,6 +164,27 @@ SHAPES = {
         [_R, OPEN, Piece("odd\n"), _R, CLOSE, Piece("odd\n"), *closed("think"), _A],
         _said(_R.text * 2, _A),
     ),
+    "a tag without a word, on one line": Shape(
+        [_R, CLOSE, Piece(f" {_A.text}"), *_END], _PLAIN
+    ),
+    "words in the attributes of a tag of no meaning": Shape(
+        [_R, *opened("note", ' a="response" b="call"'), _R, *closed("think"), _A],
+        _said(_R.text * 2, _A),
+    ),
+    "an argument outside of a call": Shape(
+        [
+            *_THOUGHT,
+            *opened("tools"),
+            *argument("response", "v"),
+            *closed("tools"),
+            *_ANSWERED,
+        ],
+        _PLAIN,
+    ),
+    "other control ids": Shape(
+        [_PAD, _R, _PAD, *closed("think"), *opened("response"), _PAD, _A, *_END],
+        _PLAIN,
+    ),
     # Sections that are not closed.
     "response not closed": Shape([*_THOUGHT, *opened("response"), _A], _PLAIN),
     "message closed instead of response": Shape(
@@ -186,6 +213,14 @@ SHAPES = {
     "response inside a call": Shape(
         [*_THOUGHT, *opened("tools"), *_CALL, *_CALL[:-3], *_ANSWERED, *_END],
         _said(content=_A, calls=[_CALLED]),
+    ),
+    "message closed instead of a call, text": Shape(
+        [*_THOUGHT, *opened("tools"), *_CALL[:-3], *_END, _A],
+        _said(content=_A, calls=[_CALLED]),
+    ),
+    "call opened without sep": Shape(
+        [*_THOUGHT, *opened("tools"), *_CALL[:2], *_CALL[3:], *closed("tools"), *_END],
+        _ASKING,
     ),
     "call without tools": Shape([*_THOUGHT, *_CALL, *_END], _ASKING),
     "response after calls": Shape(

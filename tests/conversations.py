@@ -104,6 +104,13 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         ],
         {},
     ),
+    "parts of other APIs": (
+        [
+            user([{"type": "input_text", "text": "Look: "}]),
+            assistant([{"type": "output_text", "text": "中"}]),
+        ],
+        {},
+    ),
     "tools": ([user("Weather?")], {"tools": [WEATHER], "add_generation_prompt": True}),
     "no tools": ([user("Weather?")], {"tools": []}),
     "tools later": (
@@ -162,6 +169,7 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
                 "type": "json_schema",
                 "json_schema": {"name": "n", "schema": _SCHEMA},
             },
+            "tools": [WEATHER],
             "tool_choice": "required",
             "add_generation_prompt": True,
         },
@@ -177,6 +185,15 @@ _PLAIN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "text format": ([user("Go")], {"response_format": {"type": "text"}}),
     "json by its name": ([user("Go")], {"response_format": "json_object"}),
     "nested schema": ([user("Go")], {"response_format": _CHOSEN_SCHEMA}),
+    "schema under its format's name": (
+        [user("Go")],
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"json_schema": _SCHEMA},
+            }
+        },
+    ),
     "everything asked": (
         [system("S"), user("Go", name="N")],
         {

@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from conversations import INJECTION, assistant, call, system, tool, user
+from conversations import INJECTION, WEATHER, assistant, call, system, tool, user
 from lines import sample_lines
 
 _LINES = sample_lines(80, seed=3)
@@ -121,7 +121,10 @@ class Chat:
         if self._maybe(0.3):
             options["thinking_effort"] = rng.choice(("low", "high", "max", None))
         if self._maybe(0.2):
-            options["tool_choice"] = rng.choice(("required", "none", "auto", None))
+            choice = rng.choice(("required", "none", "auto", None))
+            options["tool_choice"] = choice
+            if choice == "required":
+                options.setdefault("tools", [WEATHER])
         if self._maybe(0.2):
             options["response_format"] = rng.choice(
                 (

@@ -10,6 +10,7 @@ from lines import write_dense_tokenizer
 from reference_chat import ReferenceTokenizer
 from tokenizer_folders import write_tk
 
+from kimi_k3.errors import ChatError
 from kimi_k3.tokenizer import tokenizer as tokenizer_module
 from kimi_k3.tokenizer.options import chat_options
 from kimi_k3.tokenizer.prompt import Piece
@@ -197,9 +198,30 @@ def test_shapes_of_results(tk):
     assert [tk.encode(text) for text in texts] == tk.apply_chat_template([one, two])
     batch = tk.apply_chat_template([one, two], return_dict=True, padding=True)
     assert batch["attention_mask"][0] == [1] * len(ids) + [0]
-    array = tk.apply_chat_template(one, return_tensors="np")
-    assert array.tolist() == [ids]
-    assert tk.apply_chat_template(one, truncation=True, max_length=5) == ids[:5]
+    array = tk.apply_chat_template(one, return_tensors="np", return_dict=True)
+    assert array["input_ids"].tolist() == [ids]
+    cut = tk.apply_chat_template(one, truncation=True, max_length=5, return_dict=True)
+    assert cut["input_ids"] == ids[:5]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"return_tensors": "np"},
+        {"truncation": True, "max_length": 5},
+        {"max_length": 0},
+        {"padding": "max_length", "max_length": 10**6},
+    ],
+)
+def test_a_list_of_ids_is_the_whole_conversation(tk, layout):
+    ids = tk.apply_chat_template([user("a")])
+    with pytest.raises(ChatError, match=f"has no {', '.join(layout)}; leave that out"):
+        tk.apply_chat_template([user("a")], **layout)
+    for default in (None, False):
+        without = dict.fromkeys(layout, default)
+        assert tk.apply_chat_template([user("a")], **without) == ids
+    text = tk.apply_chat_template([user("a")], tokenize=False, **layout)
+    assert tk.encode(text) == ids
 
 
 def test_bare_tags_are_what_the_renderer_writes(tk):

@@ -48,6 +48,26 @@ REFUSED: dict[str, tuple[Chat, dict[str, Any], str]] = {
     ),
     "format unknown": ([user("a")], {"response_format": "xml"}, "'xml'"),
     "choice unknown": ([user("a")], {"tool_choice": "any"}, "'any'"),
+    "some ids of several": (
+        [
+            assistant(None, tool_calls=[call(n, {}, n) for n in "abc"]),
+            *[tool("C"), tool("A", tool_call_id="a"), tool("B")],
+        ],
+        {},
+        "message 1 is a tool result without a tool_call_id",
+    ),
+    "call of the older API": (
+        [user("a"), assistant(None, function_call={"name": "f", "arguments": "{}"})],
+        {},
+        "has function_call",
+    ),
+    "tools are no list": ([user("a")], {"tools": {"a": 1}}, "tools is dict"),
+    "thinking is a word": ([user("a")], {"thinking": "false"}, "thinking is 'false'"),
+    "choice without tools": (
+        [user("a")],
+        {"tool_choice": "required", "add_generation_prompt": True},
+        "no tools are declared",
+    ),
     "choice of one of several": (
         [user("a")],
         {
@@ -75,6 +95,28 @@ RENDERED: dict[str, tuple[Chat, dict[str, Any], Chat, dict[str, Any]]] = {
         {},
         [_CALLS, _A, _B],
         {},
+    ),
+    "calls sent apart": (
+        [
+            assistant("So", tool_calls=[call("a", {}, "one")]),
+            assistant(None, tool_calls=[call("b", {}, "two")]),
+            *[_B | {"name": "b"}, _A | {"name": "a"}],
+        ],
+        {},
+        [{**_CALLS, "content": "So"}, _A, _B],
+        {},
+    ),
+    "id of a result's own": (
+        [_CALLS, {**tool("B", name="b"), "id": "msg_1"}, tool("A", name="a")],
+        {},
+        [_CALLS, _A, _B],
+        {},
+    ),
+    "thinking in Moonshot's form": (
+        [user("a"), assistant("b")],
+        {"thinking": {"type": "disabled"}},
+        [user("a"), assistant("b")],
+        {"thinking": False},
     ),
     "developer": (
         [{"role": "developer", "content": "S"}, user("a")],

@@ -10,6 +10,11 @@ from tokenizer_folders import load_tk
 from kimi_k3.errors import ChatError
 from kimi_k3.tokenizer.tokenizer import TikTokenTokenizer
 
+#: JSON that is deeper than Python can write or read.
+_DEEP: list[Any] = []
+for _ in range(100_000):
+    _DEEP = [_DEEP]
+
 MESSAGES: dict[str, tuple[Any, str]] = {
     "no list": ("hi", "a conversation is a list of messages, not str"),
     "nothing": (None, "a conversation is a list of messages, not nothing"),
@@ -22,7 +27,8 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "part is text": ([user(["a"])], "message 0, part 0 is str"),
     "audio": (
         [user("a"), user([{"type": "text", "text": "a"}, {"type": "input_audio"}])],
-        "message 1, part 1 has type 'input_audio'; Kimi K3 takes 'text' and 'image'",
+        "message 1, part 1 has type 'input_audio'; Kimi K3 takes 'text', 'input_text', "
+        "'output_text', 'image', 'image_url', 'input_image'. Leave",
     ),
     "part without text": (
         [user([{"type": "text"}])],
@@ -37,6 +43,10 @@ MESSAGES: dict[str, tuple[Any, str]] = {
         [user("a"), assistant("", tool_calls=[call("f", {}), {"id": "x"}])],
         "message 1, call 1 names no function",
     ),
+    "call of an empty name": (
+        [assistant("", tool_calls=[call("", {})])],
+        "message 0, call 0 names no function",
+    ),
     "arguments are a list": (
         [assistant("", tool_calls=[call("f", "[1]")])],
         r"message 0, call 0 \(f\) has arguments of type list; pass a JSON object",
@@ -44,6 +54,62 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "argument is no JSON": (
         [assistant("", tool_calls=[call("f", {"a": {1, 2}})])],
         "message 0, call 0, argument 'a' cannot be written as JSON: .*set",
+    ),
+    "argument is too deep": (
+        [assistant("", tool_calls=[call("f", {"a": _DEEP})])],
+        "message 0, call 0, argument 'a' cannot be written as JSON: .*recursion",
+    ),
+    "argument of a call sent apart": (
+        [
+            assistant("", tool_calls=[call("f", {})]),
+            assistant("", tool_calls=[call("g", {"a": {1, 2}})]),
+        ],
+        "message 1, call 0, argument 'a' cannot be written as JSON",
+    ),
+    "calls are a number": (
+        [assistant("", tool_calls=5)],
+        "message 0 has tool_calls of type int; pass a list",
+    ),
+    "calls are a dictionary": (
+        [assistant("", tool_calls={"name": "f"})],
+        "message 0 has tool_calls of type dict",
+    ),
+    "call of the older API": (
+        [user("a"), assistant(None, function_call={"name": "f", "arguments": "{}"})],
+        "message 1 has function_call, of an older API; pass the call as 'tool_calls'",
+    ),
+    "empty call of the older API": (
+        [assistant("", function_call={})],
+        "message 0 has function_call",
+    ),
+    "later tools are a number": (
+        [system(None, tools=5)],
+        "message 0, tools is int; pass a list of dictionaries",
+    ),
+    "later tools are a dictionary": (
+        [system(None, tools={"a": 1})],
+        "message 0, tools is dict",
+    ),
+    "later tool is a word": (
+        [system(None, tools=[{"name": "f"}, "abc"])],
+        "message 0, tools, entry 1 is str; a tool is a dictionary",
+    ),
+    "half a character": (
+        [user("a"), user("b\ud800")],
+        r"message 1 holds '\\ud800', half of a surrogate pair",
+    ),
+    "half a character in a name": ([user("a", name="\udfff")], "message 0 holds"),
+    "half a character in thoughts": (
+        [user("a"), assistant("", reasoning="\ud83d")],
+        "message 1 holds",
+    ),
+    "half a character in an argument": (
+        [user("a"), assistant("", tool_calls=[call("f", {"a": ["\ud800"]})])],
+        "message 1, call 0 holds",
+    ),
+    "half a character in a later tool": (
+        [user("a"), system(None, tools=[{"name": "\ud800"}])],
+        "message 1 holds",
     ),
     "tools and content": (
         [system("a", tools=[{"name": "f"}])],
@@ -58,6 +124,11 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "'medium'; choose low, high, max",
     ),
     "choice": ([user("a")], {"tool_choice": {"type": "function"}}, "tool_choice is"),
+    "choice of another kind": (
+        [user("a")],
+        {"tool_choice": {"type": "custom", "name": "f"}, "tools": [{"name": "f"}]},
+        "tool_choice is {'type': 'custom', 'name': 'f'}; Kimi K3 knows",
+    ),
     "format": ([user("a")], {"response_format": "xml"}, "response_format is 'xml'"),
     "no schema": (
         [user("a")],
@@ -72,7 +143,17 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "continued field": (
         [assistant("a")],
         {"continue_final_message": "name"},
-        "message 0 cannot be continued in 'name'",
+        "continue_final_message is 'name'; pass true or false",
+    ),
+    "continued user in a field": (
+        [user("a")],
+        {"continue_final_message": "bogus"},
+        "continue_final_message is 'bogus'",
+    ),
+    "continued by a dictionary": (
+        [user("a")],
+        {"continue_final_message": {"a": 1}},
+        "continue_final_message is {'a': 1}",
     ),
     "continued thought without thinking": (
         [assistant("a")],
@@ -81,7 +162,11 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     ),
     "continued question with notes": (
         [user("a")],
-        {"continue_final_message": True, "tool_choice": "required"},
+        {
+            "continue_final_message": True,
+            "tool_choice": "required",
+            "tools": [{"name": "f"}],
+        },
         r"message 0 \(user\) cannot be continued together with tool_choice",
     ),
     "template": ([user("a")], {"chat_template": "{{ x }}"}, "has no chat_template"),
@@ -91,7 +176,49 @@ OPTIONS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"return_assistant_tokens_mask": True},
         "has no return_assistant_tokens_mask",
     ),
-    "tools": ([user("a")], {"tools": [print]}, "tools cannot be written as JSON"),
+    "choice without tools": (
+        [user("a")],
+        {"tool_choice": "required", "add_generation_prompt": True},
+        "tool_choice is 'required', and no tools are declared",
+    ),
+    "choice without tools, continued": (
+        [user("a"), assistant("b")],
+        {"tool_choice": "required", "tools": [], "continue_final_message": True},
+        "tool_choice is 'required', and no tools are declared",
+    ),
+    "tools are a number": ([user("a")], {"tools": 5}, "tools is int; pass a list"),
+    "tools are a dictionary": ([user("a")], {"tools": {"a": 1}}, "tools is dict"),
+    "tools are a word": ([user("a")], {"tools": "abc"}, "tools is str"),
+    "tool is a function": (
+        [user("a")],
+        {"tools": [print]},
+        "tools, entry 0 is builtin_function_or_method; a tool is a dictionary",
+    ),
+    "tool is no JSON": (
+        [user("a")],
+        {"tools": [{"a": print}]},
+        "tools cannot be written as JSON: .*builtin",
+    ),
+    "tool is too deep": (
+        [user("a")],
+        {"tools": [{"a": _DEEP}]},
+        "tools cannot be written as JSON: .*recursion",
+    ),
+    "half a character in a tool": (
+        [user("a")],
+        {"tools": [{"a": "\ud800"}]},
+        r"an option \(tools or a schema\) holds",
+    ),
+    "half a character, continued": (
+        [user("a"), assistant("b\ud800")],
+        {"continue_final_message": True},
+        "message 1 holds",
+    ),
+    "half a character in a schema": (
+        [user("a")],
+        {"response_format": "json_schema", "response_schema": "\ud800"},
+        r"an option \(tools or a schema\) holds",
+    ),
 }
 
 
@@ -113,6 +240,13 @@ def test_options(tk, name):
     messages, options, reason = OPTIONS[name]
     with pytest.raises(ChatError, match=reason):
         tk.apply_chat_template(messages, **options)
+
+
+def test_arguments_that_are_too_deep_to_read_stay_text(tk):
+    deep = "[" * 100_000
+    messages = [assistant("", tool_calls=[call("f", deep)])]
+    text = str(tk.apply_chat_template(messages, tokenize=False))
+    assert f'<|open|>json type="object"<|sep|>{deep}<|close|>' in text
 
 
 def test_who_renders_our_template_is_told(tk):

@@ -69,6 +69,26 @@ def test_unknown_efforts_are_refused(tk, effort):
         text_of(tk, MESSAGES, reasoning_effort=effort)
 
 
+@pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
+def test_thinking_in_the_form_of_moonshots_api(tk, name):
+    for kind, thinking in (("enabled", True), ("disabled", False)):
+        want = text_of(tk, MESSAGES, **{name: thinking})
+        assert text_of(tk, MESSAGES, **{name: {"type": kind}}) == want
+
+
+@pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
+@pytest.mark.parametrize("value", ["false", "no", 0, 1, "", {}, {"type": "off"}, []])
+def test_other_values_of_thinking_are_refused(tk, name, value):
+    for effort in ({}, {"reasoning_effort": "none"}):
+        with pytest.raises(ChatError, match="thinking is .*; pass true or false"):
+            text_of(tk, MESSAGES, **{name: value}, **effort)
+
+
+def test_no_value_is_the_default(tk):
+    names = ("thinking", "tools", "tool_choice", "continue_final_message")
+    assert text_of(tk, MESSAGES, **dict.fromkeys(names)) == text_of(tk, MESSAGES)
+
+
 def chosen(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 

@@ -6,14 +6,19 @@ import random
 from typing import Any
 
 import pytest
-from answer_shapes import SPELLED, ids_of
+from answer_shapes import SPELLED, closed, ids_of, opened
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from kimi_k3.nano import NANO_FOLDER
-from kimi_k3.tokenizer.decoded import DecodedText, control_characters
-from kimi_k3.tokenizer.prompt import Piece
+from kimi_k3.tokenizer.decoded import (
+    OTHER_CONTROL,
+    DecodedText,
+    Ranges,
+    control_characters,
+)
+from kimi_k3.tokenizer.prompt import Piece, RenderedPrompt
 from kimi_k3.tokenizer.xtml import CLOSE, OPEN, SEP
 
 TOKENIZER: TokenizerWrapper = load_tokenizer(NANO_FOLDER)
@@ -50,6 +55,27 @@ def test_it_is_its_text():
     assert DecodedText.of([]).controls == ()
 
 
+def test_pieces_are_what_it_was_made_of():
+    assert TEXT.pieces == (Piece("a"), OPEN, Piece("b<|open|>c"))
+    assert TEXT[1:9].pieces == (OPEN,)
+    assert DecodedText().pieces == ()
+    assert DecodedText.of(TEXT.pieces).controls == TEXT.controls
+
+
+def test_a_sum_with_a_prompt_is_a_prompt():
+    """A prompt's texts are encoded one by one, so their ends must not be lost."""
+    prompt = RenderedPrompt([SEP, Piece("x"), Piece("y")])
+    for total, pieces in (
+        (prompt + TEXT, prompt.pieces + TEXT.pieces),
+        (TEXT + prompt, TEXT.pieces + prompt.pieces),
+    ):
+        assert isinstance(total, RenderedPrompt)
+        assert total.pieces == pieces
+    total = TEXT
+    total += prompt
+    assert isinstance(total, RenderedPrompt)
+
+
 def test_part_of_a_control_name_is_text():
     assert TEXT[1:9].controls == ((0, 8),)
     assert TEXT[1:10].controls == ((0, 8),)
@@ -58,6 +84,31 @@ def test_part_of_a_control_name_is_text():
         assert isinstance(part, DecodedText)
         assert part.controls == ()
     assert type(TEXT[::-1]) is type(TEXT[::2]) is str
+
+
+class Counted(tuple):
+    """Counts what is asked of it."""
+
+    asked = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Counted.asked += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        Counted.asked += len(self)
+        return super().__iter__()
+
+
+def test_a_part_costs_what_it_is_long():
+    """A host takes an answer of many control ids apart in as many slices."""
+    text: Any = DecodedText.of([OPEN] * 20_000)
+    ranges: Ranges = Counted(text.controls)
+    text.controls = ranges
+    for place in (0, 80_000, 8 * 20_000 - 16):
+        Counted.asked = 0
+        assert text[place : place + 16].controls == ((0, 8), (8, 16))
+        assert 0 < Counted.asked < 100
 
 
 def test_strips_take_nothing_else():
@@ -153,6 +204,18 @@ def test_characters_of_control_names_equal_only_themselves():
     assert (TEXT[0], TEXT[9], TEXT[-1]) == ("a", "b", "c")
     with pytest.raises(IndexError):
         TEXT[len(TEXT)]
+    # Loops do not ask for places.
+    assert [*TEXT] == [*str.__str__(TEXT)]
+
+
+def test_one_edge_takes_out_the_name_of_any_control_id_but_a_marker():
+    pad: Any = DecodedText.of([Piece("a[PAD]"), Piece("[PAD]", True), OPEN, Piece("b")])
+    (other,) = OTHER_CONTROL
+    assert [pad[place] == other for place in range(6, 11)] == [True] * 5
+    assert other not in {pad[place]: 1 for place in (0, 5, 11, 19)}
+    assert pickle.loads(pickle.dumps(pad[7])) == other
+    assert "".join(pad[place] for place in range(6, 11)) == "[PAD]"
+    assert Marker(OTHER_CONTROL).left(pad) == "a[PAD]<|open|>b"
 
 
 def test_the_end_of_a_marker_that_text_spells_equals_nothing():
@@ -225,3 +288,35 @@ def test_decode_tells_control_ids_from_text():
     # Bytes of a character on both sides of a control id are no character.
     first, second = "é".encode()
     assert TOKENIZER.decode([first, ids[-1], second]) == "\ufffd<|sep|>\ufffd"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_what_was_decoded_becomes_the_same_ids(special: bool):
+    """A marker that somebody spelled stays text, a control id what it is."""
+    begun = [*opened("message", ' role="user"'), Piece(SPELLED), *closed("message")]
+    tag = Piece("<|open|>think<|sep|>")
+    for parts in (begun, opened("think"), [tag], [Piece(f"<|open|>message {SPELLED}")]):
+        ids = ids_of(TOKENIZER, parts)
+        text = TOKENIZER.decode(ids)
+        assert TOKENIZER.encode(text, add_special_tokens=special) == ids
+    plain = str.__str__(TOKENIZER.decode(ids_of(TOKENIZER, [tag])))
+    assert len(TOKENIZER.encode(plain)) == 3
+
+
+def test_a_callers_word_on_control_ids_goes_before_what_decoded_text_knows():
+    text = TOKENIZER.decode(ids_of(TOKENIZER, [OPEN, Piece("<|open|>")]))
+    first = min(TOKENIZER.all_special_ids)
+    for split, count in ((True, 0), (None, 1), (False, 2)):
+        ids = TOKENIZER.encode(text, split_special_tokens=split)
+        assert sum(i >= first for i in ids) == count
+
+
+def test_a_prompt_and_its_answer_keep_their_ids():
+    messages = [{"role": "user", "content": SPELLED}]
+    options = {"add_generation_prompt": True}
+    prompt = TOKENIZER.apply_chat_template(messages, tokenize=False, **options)
+    answer = ids_of(TOKENIZER, [Piece(SPELLED), *closed("think"), *opened("response")])
+    ids = TOKENIZER.apply_chat_template(messages, **options) + answer
+    text = prompt + TOKENIZER.decode(answer)
+    assert TOKENIZER.encode(text, add_special_tokens=False) == ids
+    assert TOKENIZER.encode(f"{text}") == ids

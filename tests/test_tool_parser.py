@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from answer_shapes import (
     closed,
     ids_of,
     opened,
+    text_of,
 )
 from conversations import INJECTION
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -76,11 +76,6 @@ def decoded(pieces: Pieces) -> str:
     return TOKENIZER.decode(ids_of(TOKENIZER, pieces))
 
 
-def text_of(pieces: Pieces) -> str:
-    """The same as an ordinary string."""
-    return "".join(piece.text for piece in pieces)
-
-
 def rendered(*calls: dict[str, Any]) -> list[int]:
     """Ids of an answer that makes ``calls``, as the renderer writes its history."""
     begun = TOKENIZER.apply_chat_template(
@@ -125,7 +120,7 @@ def test_a_key_or_name_comes_back(key: str):
 @pytest.mark.parametrize(
     "value",
     [0, -1, 2**60, 1.5, 1e-9, 1e300, True, False, None, [], {}, [1, [2, [None]]],
-     {"": {}, "a": ["é", "\ud83d\ude00"], '"': SPELLED}],
+     {"": {}, "a": ["é", "😀"], '"': SPELLED}],
     ids=repr,
 )  # fmt: skip
 def test_a_value_keeps_its_type(value: Any):
@@ -325,36 +320,6 @@ def test_any_text_gives_calls_or_a_value_error():
                 assert one["name"]
     assert found > 150
     assert told == {"no whole tool call"}
-
-
-@pytest.mark.parametrize(
-    "text", ["<|open|>call" * 2000, "<|open|>argument<|sep|>" * 3000,
-             '<|open|>call tool="' + "a" * 50_000, "<|open|>json<|sep|>" + "{" * 50_000,
-             '<|open|>call tool="f"<|sep|>' + "<|close|>argument<|sep|>" * 4000],
-    ids=["opened", "arguments", "header", "json", "closed"],
-)  # fmt: skip
-def test_no_text_takes_long(text: str):
-    """A second would be noticed: others wait meanwhile."""
-    begun = time.perf_counter()
-    with pytest.raises(ValueError, match="no whole tool call"):
-        parse_tool_call(text)
-    assert time.perf_counter() - begun < 1
-
-
-def test_spelled_markers_survive_in_ordinary_strings_where_structure_tells():
-    """A string without knowledge: only what may follow a value's end can end it."""
-    said = (
-        "a <|close|>argument<|sep|> b",
-        '<|open|>call tool="x"<|sep|>',
-        "<|close|>call<|sep|>",
-        '{"a": "<|close|>json<|sep|> "}',
-    )
-    for text in said:
-        pieces = [*call("f", argument("a", text)), *call("g", argument("b", "c"))]
-        assert parse_tool_call(text_of(pieces)) == [
-            asked("f", a=text),
-            asked("g", b="c"),
-        ]
 
 
 def test_mlx_lms_own_parser_agrees_where_it_can_read():

@@ -86,6 +86,66 @@ def test_calls_of_one_name_are_answered_in_order():
     assert paired(calls, *results) == [("f", 1, "x"), ("g", 2, "z"), ("f", 3, "y")]
 
 
+THREE = calling(("f", "one"), ("g", "two"), ("h", "three"))
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [tool("G"), tool("H", tool_call_id="three"), ONE_ANSWER],
+        [tool("H", name="h"), ONE_ANSWER, tool("G")],
+        [tool("H", name="h"), tool("G", name="g"), ONE_ANSWER],
+    ],
+)
+def test_beside_ids_a_name_or_the_only_call_left_decides(results):
+    want = [("f", 1, "A"), ("g", 2, "G"), ("h", 3, "H")]
+    assert paired(THREE, *results) == want
+
+
+@pytest.mark.parametrize(
+    ("calls", "results", "waiting"),
+    [
+        (THREE, [ONE_ANSWER, tool("G"), tool("H")], "'two', call 1 (g), 'three'"),
+        (THREE, [tool("H"), ONE_ANSWER, tool("G")], "'two', call 1 (g), 'three'"),
+        (
+            calling(("f", "one"), ("g", "two"), ("g", "three")),
+            [tool("3", name="g"), ONE_ANSWER, tool("2", name="g")],
+            "'two', call 1 (g), 'three', call 2 (g)",
+        ),
+    ],
+)
+def test_beside_ids_order_decides_nothing(calls, results, waiting):
+    """Results with ids come in any order, and others among them may too."""
+    told = refusal(calls, *results)
+    assert f"can be told to be its own (waiting: {waiting}" in told
+
+
+def test_an_id_of_the_message_counts_if_it_is_a_calls():
+    assert paired(TWO, tool("B", id="two"), tool("A", id="one")) == BOTH
+    by_name = tool("B", id="msg_2", name="b"), tool("A", id="msg_1", name="a")
+    assert paired(TWO, *by_name) == BOTH
+    both = tool("A", id="two", tool_call_id="one")
+    assert paired(TWO, both, tool("B", id="two", tool_call_id=None)) == BOTH
+    assert paired(user("a"), tool("r", id="m", name="f")) == [("f", 1, "r")]
+
+
+def test_calls_sent_apart_are_one_turn():
+    apart = calling(("a", "one")), calling(("b", "two"))
+    assert paired(*apart, TWO_ANSWER, ONE_ANSWER) == BOTH
+    assert paired(user("Go"), *apart, tool("A"), tool("B")) == BOTH
+    three = *apart, calling(("c", "three"))
+    assert paired(*three, TWO_ANSWER, ONE_ANSWER, tool("C"))[2] == ("c", 3, "C")
+
+
+@pytest.mark.parametrize(
+    "says", [{"content": "So"}, {"reasoning": "Hm"}, {"name": "other"}]
+)
+def test_a_message_that_says_something_is_a_turn_of_its_own(says):
+    second = calling(("b", "two")) | says
+    told = refusal(calling(("a", "one")), second, ONE_ANSWER, TWO_ANSWER)
+    assert "no tool result follows for 'one', call 0 (a)" in told
+
+
 def test_an_id_may_come_again_in_a_later_turn():
     """Kimi's own ids, functions.f:0, do so in clients that count anew."""
     turn = [calling(("f", "f:0")), tool("r", tool_call_id="f:0")]
@@ -157,6 +217,10 @@ def test_a_result_of_no_call_keeps_the_name_it_brings():
             "no tool result follows for call 1 (f);",
         ),
         (
+            [calling(("f", None), ("f", None)), tool("r", name="f")],
+            "no tool result follows for call 1 (f);",
+        ),
+        (
             [TWO, ONE_ANSWER, TWO_ANSWER, tool("?")],
             "message 3 is a tool result without a tool_call_id, and none of message "
             "0's calls can be told to be its own (waiting: none)",
@@ -201,5 +265,10 @@ def test_a_pairing_by_position_is_found_out(monkeypatch):
 
 
 def test_errors_say_what_to_do():
+    place = (
+        "results stand before the next assistant message, so put .*'tool_call_id': …"
+    )
     told = refusal(TWO, TWO_ANSWER)
-    assert re.search(r"add \{'role': 'tool', 'tool_call_id': ….*next assistant", told)
+    assert re.search(rf"{place}.* behind message 1 \(tool\)", told)
+    told = refusal(user("Go"), TWO, assistant("wait"), ONE_ANSWER, TWO_ANSWER)
+    assert re.search(rf"{place}.* behind message 1 \(assistant\)", told)

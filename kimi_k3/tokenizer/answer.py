@@ -1,7 +1,8 @@
 """A whole answer in its parts, for those who generate in Python.
 
 mlx-lm's server does the same while an answer arrives, with the same transitions and the
-same parser of tool calls.
+same parser of tool calls. One thing differs: of an answer that ends inside a section,
+the server leaves out last characters that could have begun a marker, such as ``<``.
 """
 
 from collections.abc import Sequence
@@ -55,15 +56,18 @@ def read_answer(
     state = machine.make_state(REASONING if thinking else CONTENT)
     state, segments = TextStateMachine.split(state, text)
     _, rest, last = TextStateMachine.flush(state)
-    texts = {REASONING: "", CONTENT: "", CALL: ""}
+    said: dict[str, list[str]] = {REASONING: [], CONTENT: []}
+    call = ""
     calls: list[dict[str, Any]] = []
     for name, part in [*segments, (last, rest), (CONTENT, "")]:
-        if name == CONTENT and texts[CALL]:
-            calls += _calls(texts[CALL], tools)
-            texts[CALL] = ""
-        if name in texts:
-            texts[name] += part
-    return Answer(str.__str__(texts[REASONING]), str.__str__(texts[CONTENT]), calls)
+        if name == CALL:
+            call += part
+        elif name in said:
+            said[name].append(part)
+        if name == CONTENT and call:
+            calls += _calls(call, tools)
+            call = ""
+    return Answer("".join(said[REASONING]), "".join(said[CONTENT]), calls)
 
 
 def _without_ends(tokenizer: Any, answer: Sequence[int] | str) -> str:
@@ -75,8 +79,9 @@ def _without_ends(tokenizer: Any, answer: Sequence[int] | str) -> str:
         return tokenizer.decode(ids[:stop])
     if isinstance(answer, DecodedText):
         names = [tokenizer.decode([end]) for end in ends]
+        content = answer.plain()
         for start, stop in answer.controls:
-            if answer.plain()[start:stop] in names:
+            if content[start:stop] in names:
                 return answer[:start]
     return answer
 

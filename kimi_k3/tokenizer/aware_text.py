@@ -5,7 +5,14 @@ string of this kind goes the same way and arrives knowing what plain text cannot
 markers are control ids and which are somebody's text that spells them.
 """
 
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
+
+
+class Piece(NamedTuple):
+    """A run of ordinary text, or the name of one control id."""
+
+    text: str
+    control: bool = False
 
 
 class AwareText(str):
@@ -13,6 +20,11 @@ class AwareText(str):
 
     What other string methods return is an ordinary string, without structure.
     """
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Its text and its control names, in order."""
+        raise NotImplementedError
 
     def _part(self, start: int, stop: int) -> "AwareText":
         """Characters ``start`` … ``stop``, with what is known of them."""

@@ -2,8 +2,8 @@
 
 Two readers. Of :class:`DecodedText` it is known which markers are control ids, and only
 those are structure. An ordinary string is read by its structure alone: a value goes on
-to the first closing tag of its own that is followed by what may follow one. So markers
-and JSON in a value survive there too, unless they spell exactly that.
+to the first closing tag of its own whose next marker is one that may follow it. So
+markers and JSON in a value survive there too, unless they spell exactly that.
 """
 
 import re
@@ -16,25 +16,30 @@ from .files import MARKERS
 from .xtml import CLOSE, OPEN, SEP
 
 #: Tags with a value, and those that end whatever call is open.
-_VALUES = ("argument", "json")
-_AROUND = ("call", "tools", "message")
+VALUES = ("argument", "json")
+AROUND = ("call", "tools", "message")
 
-# Outside of quotes no marker can stand in a tag, so that no search goes far.
-_HEADER = r'(?:[^"<]|"[^"]*"|<(?!\|))*+'
+_INSIDE, _OUTSIDE = "|".join(VALUES), "|".join(AROUND)
+
+# Neither goes over a marker, but a header may hold some in quotes.
+_TEXT = r"[^<]*(?:<(?!\|)[^<]*)*"
+_HEADER = r'(?:[^"<]|"[^"]*"|<(?!\|))*'
+
 _TAG = re.compile(
-    rf"<\|open\|>(?P<opened>(?P<name>call|argument|json|tools)\b{_HEADER})<\|sep\|>"
-    r"|<\|close\|>(?P<closed>call|tools|message)(?:<\|sep\|>|\Z)"
+    rf"<\|open\|>(?P<opened>(?P<name>{_INSIDE}|{_OUTSIDE})\b{_HEADER})"
+    r"(?:(?P<sep><\|sep\|>)|(?=<\|))"
+    rf"|<\|close\|>(?P<closed>{_OUTSIDE})(?:<\|sep\|>|\Z)"
+    r"|<\|close\|>(?P<cut>\w*)\s*\Z"
 )
 _FOLLOWS = (
-    r"\s*(?:<\|open\|>(?:argument|json|call|tools)\b"
-    r"|<\|close\|>(?:(?:call|tools|message)\b|\s*\Z)|\Z)"
+    rf"{_TEXT}(?:<\|open\|>(?:{_INSIDE}|{_OUTSIDE})\b"
+    rf"|<\|close\|>(?:(?:{_OUTSIDE})\b|\w*\s*\Z)|\Z)"
 )
 _ENDS = {
-    name: re.compile(rf"<\|close\|>{name}<\|sep\|>(?={_FOLLOWS})") for name in _VALUES
+    name: re.compile(rf"<\|close\|>{name}<\|sep\|>(?={_FOLLOWS})") for name in VALUES
 }
-_ATTRIBUTE = re.compile(r'([\w-]+)="([^"]*)"')
+_ATTRIBUTE = re.compile(r'(?<![\w-])([\w-]+)="([^"]*)"')
 _WORD = re.compile(r"\w*")
-_LAST = re.compile(r"<\|close\|>(\w*)\s*\Z")
 _UNESCAPED = {"&quot;": '"', "&amp;": "&"}
 
 
@@ -42,8 +47,9 @@ _UNESCAPED = {"&quot;": '"', "&amp;": "&"}
 class Tag:
     """A tag as far as calls are concerned; ``header`` is what stands in it.
 
-    ``body`` is the value behind an ``argument`` or ``json`` that was opened, None if it
-    is not closed. Closing tags of values are left out.
+    ``body`` is the value behind an ``argument`` or ``json`` that was opened, None if the
+    tag has no separator or is not closed; behind a ``call`` that was opened, the text up
+    to the next tag. Closing tags of values are left out.
     """
 
     name: str
@@ -78,26 +84,32 @@ def attributes(header: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Span:
-    """A tag whose marks are control ids, and where it lies."""
+    """A tag whose marks are control ids, and where it lies.
+
+    ``complete``: it has its separator.
+    """
 
     name: str
     opens: bool
     header: str
     start: int
     stop: int
+    complete: bool
 
 
 def _exact(text: DecodedText) -> Iterator[Tag]:
     content = text.plain()
-    spans = [span for span in _spans(text) if span.name in _VALUES + _AROUND]
-    end = _Span("", False, "", len(content), len(content))
+    spans = [span for span in _spans(text) if span.name in VALUES + AROUND]
+    end = _Span("", False, "", len(content), len(content), True)
     for span, after in pairwise([*spans, end]):
-        if span.name in _AROUND:
-            yield Tag(span.name, span.opens, span.header)
+        body = content[span.stop : after.start]
+        if span.name in AROUND:
+            yield Tag(span.name, span.opens, span.header, body)
         elif span.opens:
             closed = after.name == span.name and not after.opens
-            body = content[span.stop : after.start] if closed else None
-            yield Tag(span.name, True, span.header, body)
+            yield Tag(
+                span.name, True, span.header, body if closed and span.complete else None
+            )
 
 
 def _spans(text: DecodedText) -> Iterator[_Span]:
@@ -106,38 +118,43 @@ def _spans(text: DecodedText) -> Iterator[_Span]:
     for (start, stop), (after, beyond) in pairwise([*marks, (len(content),) * 2]):
         between = content[stop:after]
         complete = content[after:beyond] == SEP.text
-        if content[start:stop] == OPEN.text and complete:
+        end = beyond if complete else after
+        if content[start:stop] == OPEN.text and after < len(content):
             found = _WORD.match(between)
-            yield _Span(found[0] if found else "", True, between, start, beyond)
+            name = found[0] if found else ""
+            yield _Span(name, True, between, start, end, complete)
         elif content[start:stop] == CLOSE.text:
             name = between.strip()
             if after == len(content) and _may_become_an_end(name):
                 name = "call"
-            yield _Span(name, False, "", start, beyond if complete else after)
+            yield _Span(name, False, "", start, end, complete)
 
 
 def _may_become_an_end(word: str) -> bool:
-    return any(name.startswith(word) for name in _AROUND)
+    return any(name.startswith(word) for name in AROUND)
 
 
 def _by_structure(text: str) -> Iterator[Tag]:
-    place = 0
     unclosed: set[str] = set()
-    while found := _TAG.search(text, place):
-        place = found.end()
-        name = found["name"]
-        if name is None:
-            yield Tag(found["closed"])
-        elif name in _AROUND:
-            yield Tag(name, True, found["opened"])
-        else:
-            end = None if name in unclosed else _ENDS[name].search(text, place)
-            if end is None:
-                unclosed.add(name)
-                yield Tag(name, True, found["opened"])
-            else:
-                yield Tag(name, True, found["opened"], text[place : end.start()])
+    found = _TAG.search(text)
+    while found:
+        place, name, header = found.end(), found["name"], found["opened"] or ""
+        if name in VALUES:
+            sought = found["sep"] is not None and name not in unclosed
+            end = _ENDS[name].search(text, place) if sought else None
+            if end is not None:
+                yield Tag(name, True, header, text[place : end.start()])
                 place = end.end()
-    last = _LAST.search(text, place)
-    if last is not None and _may_become_an_end(last[1]):
-        yield Tag("call")
+            else:
+                if sought:
+                    unclosed.add(name)
+                yield Tag(name, True, header)
+            found = _TAG.search(text, place)
+            continue
+        after = _TAG.search(text, place)
+        body = text[place : after.start() if after else len(text)]
+        if name is not None:
+            yield Tag(name, True, header, body)
+        elif found["closed"] or _may_become_an_end(found["cut"]):
+            yield Tag(found["closed"] or "call")
+        found = after

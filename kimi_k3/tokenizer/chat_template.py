@@ -10,7 +10,9 @@ is
 and the model also leaves sections without closing them, closes them without ``<|sep|>``,
 or writes none. So every control id counts by itself, and the word after ``<|open|>`` or
 ``<|close|>`` says what follows, whatever was open before. Text that spells a marker
-matches none of them; see ``decoded.py``.
+matches none of them, and names of control ids other than markers are left out of
+reasoning and content; see ``decoded.py``. Attributes of ``think`` or ``response``, which
+have none, are shown: they cannot be told from text that lacks the separator before it.
 
 Each marker is an edge twice: as control id, and as the string for hosts that decode by
 themselves.
@@ -19,7 +21,8 @@ themselves.
 from collections.abc import Sequence
 from typing import Any
 
-from .decoded import control_characters
+from .call_tags import AROUND
+from .decoded import OTHER_CONTROL, control_characters
 from .options import chat_options
 from .prompt import Piece, RenderedPrompt
 from .xtml import CLOSE, END, OPEN, SEP, render
@@ -45,6 +48,7 @@ def _transitions() -> dict[str, Edges]:
     transitions: dict[str, Edges] = {}
     for state in (REASONING, CONTENT, TOOLS):
         opening, closing = f"{state}: opened", f"{state}: closed"
+        attributes = f"{state}: attributes"
         # A separator belongs to the tag before it, which has had its effect.
         marks = [
             *_edge(opening, OPEN),
@@ -52,11 +56,14 @@ def _transitions() -> dict[str, Edges]:
             *_edge(state, SEP),
             *_edge(CONTENT, END),
         ]
-        transitions[state] = marks
+        transitions[state] = [*marks, (OTHER_CONTROL, state)]
         # No tag goes on in another line: what began none hides no more than this one.
         marks = [*marks, ("\n", state)]
-        transitions[opening] = [*marks, *_OPENED.items()]
-        transitions[closing] = [*marks, *_CLOSED.items()]
+        transitions[attributes] = marks
+        # Words in the values of attributes say nothing.
+        transitions[opening] = [*marks, *_OPENED.items(), ('="', attributes)]
+        # Nor has a closing tag attributes: what follows a space is text again.
+        transitions[closing] = [*marks, *_CLOSED.items(), (" ", CONTENT)]
     transitions[CALL] = _end_of_call()
     return transitions
 
@@ -67,8 +74,8 @@ def _end_of_call() -> Edges:
     ``<|close|>`` stays in the text, so that the parser can tell a whole call from one
     that was cut. What is left of an irregular end is no argument, and so ignored.
     """
-    edges = [*_edge(CONTENT, END), *_edge(CONTENT, OPEN, Piece("response"), SEP)]
-    for tag in ("call", "tools", "message"):
+    edges = _edge(CONTENT, OPEN, Piece("response"), SEP)
+    for tag in AROUND:
         edges += _edge(CONTENT, Piece(tag), SEP)
     return edges
 

@@ -10,12 +10,12 @@ look for structure in strings. The string made here tells them apart:
 - code of this package asks :attr:`DecodedText.controls`.
 """
 
-from bisect import bisect
-from collections.abc import Iterable
+from bisect import bisect, bisect_left
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, SupportsIndex
 
-from .aware_text import AwareText
+from .aware_text import AwareText, Piece
 from .files import MARKERS
 
 #: Where control names lie in a text: sorted (start, stop) pairs that do not overlap.
@@ -26,8 +26,9 @@ class DecodedText(AwareText):
     """``text``, in which the names of control ids lie at ``controls``.
 
     Part of a control name, and what is added as an ordinary string, is ordinary text.
-    Characters taken out one by one look like those of the text, but those of control
-    names are not equal to them, nor is the last one of a marker that text spells.
+    ``text[i]`` looks like a character of the text, but those of control names are not
+    equal to it, nor is the last one of a marker that text spells. A loop over the
+    characters, ``in`` and ``find`` go by the text alone.
     """
 
     controls: Ranges
@@ -66,13 +67,27 @@ class DecodedText(AwareText):
         """The characters alone, as an ordinary string."""
         return str.__str__(self)
 
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        content, pieces, place = self.plain(), [], 0
+        for start, stop in self.controls:
+            pieces += [Piece(content[place:start]), Piece(content[start:stop], True)]
+            place = stop
+        return tuple(piece for piece in [*pieces, Piece(content[place:])] if piece.text)
+
+    def __add__(self, other: Any) -> str:
+        # A prompt also knows where each of its texts ends, so the sum is one.
+        if isinstance(other, AwareText) and not isinstance(other, DecodedText):
+            return NotImplemented
+        return super().__add__(other)
+
     def _part(self, start: int, stop: int) -> "DecodedText":
-        kept = tuple(
-            (first - start, last - start)
-            for first, last in self.controls
-            if start <= first and last <= stop
-        )
-        return DecodedText(str.__getitem__(self, slice(start, stop)), kept)
+        first = bisect_left(self.controls, (start, start))
+        beyond = bisect(self.controls, (stop, stop))
+        kept = [(a - start, b - start) for a, b in self.controls[first:beyond]]
+        if kept and kept[-1][1] > stop - start:
+            kept.pop()
+        return DecodedText(str.__getitem__(self, slice(start, stop)), tuple(kept))
 
     def _with(self, before: str, after: str) -> "DecodedText":
         return DecodedText.joined(before, self, after)
@@ -85,7 +100,8 @@ class DecodedText(AwareText):
         before = bisect(self.controls, (place, len(self))) - 1
         if before >= 0 and place < self.controls[before][1]:
             start, stop = self.controls[before]
-            return control_characters(self.plain()[start:stop])[place - start]
+            name = str.__getitem__(self, slice(start, stop))
+            return control_characters(name)[place - start]
         if character == ">" and super().endswith(MARKERS, 0, place + 1):
             return _SpelledEnd(character)
         return character
@@ -98,17 +114,22 @@ def control_characters(name: str) -> tuple[str, ...]:
 
 
 class _ControlCharacter(str):
-    """Character ``place`` of a control name: equal to itself and to no other."""
+    """Character ``place`` of a control name: equal to itself and to no other.
 
+    Of names other than markers all are equal, so that one edge takes out any name.
+    """
+
+    origin: tuple[str, int]
     identity: tuple[str, int]
 
     def __new__(cls, name: str, place: int) -> "_ControlCharacter":
         character = super().__new__(cls, name[place])
-        character.identity = (name, place)
+        character.origin = (name, place)
+        character.identity = (name, place) if name in MARKERS else ("", 0)
         return character
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.identity
+        return self.origin
 
     def __hash__(self) -> int:
         return hash(self.identity)
@@ -118,6 +139,10 @@ class _ControlCharacter(str):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
+
+
+#: What equals every character of a control name that is no marker, such as ``[PAD]``.
+OTHER_CONTROL: Sequence[str] = (_ControlCharacter("?", 0),)
 
 
 class _SpelledEnd(str):

@@ -5,12 +5,13 @@ Messages are OpenAI-style dictionaries. Every error names the message by its ind
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ChatError
 from .media import IMAGE
 from .prompt import Piece
+from .tools import check_tools, function_name, function_of
 
 #: Roles that hosts send → the role that K3 knows.
 ROLES = {
@@ -21,17 +22,21 @@ ROLES = {
     "tool": "tool",
 }
 
-#: Types of content parts that hosts send for an image.
+#: Types of content parts that hosts send for text.
+TEXT_TYPES = ("text", "input_text", "output_text")
+
+#: The same for an image.
 IMAGE_TYPES = ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of an assistant message.
+    """One call of an assistant message, which errors name by ``where``.
 
     ``arguments`` is None where the caller's string is no JSON: ``raw`` then holds it.
     """
 
+    where: str
     name: str
     arguments: dict[str, Any] | None
     raw: str = ""
@@ -43,7 +48,8 @@ class Message:
     """One message; ``content`` keeps the caller's parts apart, images as placeholders.
 
     A tool result has ``tool`` if it brings a name; ``tool_index``, from 1, is its
-    call's once it is known which call it answers.
+    call's once it is known which call it answers. ``own_id`` is the id of the result
+    itself, where some clients put the call's.
     """
 
     index: int
@@ -52,8 +58,9 @@ class Message:
     name: str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    tools: Sequence[Any] = field(default=())
+    tools: Sequence[Any] = ()
     call_id: str | None = None
+    own_id: str | None = None
     tool: str | None = None
     tool_index: int = 0
 
@@ -64,9 +71,11 @@ class Message:
 
 
 def read_conversation(conversation: Any) -> list[Message]:
-    """Typed messages of ``conversation``, as they stand there.
+    """Typed messages of ``conversation``, in its order.
 
-    Raises ChatError naming the message that cannot be rendered and why.
+    An assistant's message of nothing but calls, directly behind calls, belongs to the
+    message before: clients that send each call by itself mean one turn. Raises
+    ChatError naming the message that cannot be rendered and why.
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
         raise ChatError(
@@ -75,7 +84,19 @@ def read_conversation(conversation: Any) -> list[Message]:
         )
     if not conversation:
         raise ChatError("the conversation is empty; pass at least one message.")
-    return [_read(i, message) for i, message in enumerate(conversation)]
+    messages: list[Message] = []
+    for message in (_read(i, given) for i, given in enumerate(conversation)):
+        if messages and messages[-1].tool_calls and _only_calls(message):
+            calls = (*messages[-1].tool_calls, *message.tool_calls)
+            messages[-1] = replace(messages[-1], tool_calls=calls)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _only_calls(message: Message) -> bool:
+    says = message.name or message.reasoning.strip() or any(message.content)
+    return bool(message.tool_calls) and not says
 
 
 def _read(index: int, message: Any) -> Message:
@@ -99,21 +120,20 @@ def _read(index: int, message: Any) -> Message:
     )
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
-        calls = message.get("tool_calls") or ()
         return replace(
             read,
             reasoning=_text(where, "reasoning_content", reasoning),
-            tool_calls=tuple(
-                _call(f"{where}, call {n}", c) for n, c in enumerate(calls)
-            ),
+            tool_calls=_calls(where, message),
         )
     if role == "tool":
         return replace(
             read,
-            call_id=_id(message.get("tool_call_id", message.get("id"))),
+            call_id=_id(message.get("tool_call_id")),
+            own_id=_id(message.get("id")),
             tool=_text(where, "tool", message.get("tool")) or read.name,
         )
-    if role == "system" and (tools := message.get("tools")):
+    tools = message.get("tools") if role == "system" else None
+    if tools := check_tools(f"{where}, tools", tools):
         if any(read.content):
             raise ChatError(
                 f"{where} declares tools and has content; only one can be rendered. "
@@ -145,21 +165,37 @@ def _part(where: str, part: Any) -> str | Piece:
     kind = part.get("type")
     if kind in IMAGE_TYPES:
         return IMAGE
-    if kind != "text":
+    if kind not in TEXT_TYPES:
         raise ChatError(
-            f"{where} has type {kind!r}; Kimi K3 takes 'text' and "
-            f"{', '.join(map(repr, IMAGE_TYPES))}. Leave other media out, or describe "
-            "them in words."
+            f"{where} has type {kind!r}; Kimi K3 takes "
+            f"{', '.join(map(repr, TEXT_TYPES + IMAGE_TYPES))}. Leave other media out, "
+            "or describe them in words."
         )
     if not isinstance(text := part.get("text"), str):
         raise ChatError(f"{where} has no string under 'text'; add it.")
     return text
 
 
+def _calls(where: str, message: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    if message.get("function_call") is not None:
+        raise ChatError(
+            f"{where} has function_call, of an older API; pass the call as "
+            "'tool_calls': [{'id': …, 'function': {'name': …, 'arguments': …}}], and its "
+            "result as a message of role 'tool'."
+        )
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise ChatError(
+            f"{where} has tool_calls of type {_kind(calls)}; pass a list of calls."
+        )
+    return tuple(
+        _call(f"{where}, call {n}", call) for n, call in enumerate(calls or ())
+    )
+
+
 def _call(where: str, call: Any) -> ToolCall:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+    function, name = function_of(call), function_name(call)
+    if name is None:
         raise ChatError(
             f"{where} names no function; a tool call is {{'id': …, 'function': "
             "{'name': …, 'arguments': …}}."
@@ -168,11 +204,11 @@ def _call(where: str, call: Any) -> ToolCall:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         if not arguments.strip():
-            return ToolCall(name, {}, call_id=call_id)
+            return ToolCall(where, name, {}, call_id=call_id)
         try:
             parsed = json.loads(arguments)
-        except ValueError:
-            return ToolCall(name, None, raw=arguments, call_id=call_id)
+        except (ValueError, RecursionError):
+            return ToolCall(where, name, None, raw=arguments, call_id=call_id)
         arguments = parsed
     if arguments is None:
         arguments = {}
@@ -181,7 +217,7 @@ def _call(where: str, call: Any) -> ToolCall:
             f"{where} ({name}) has arguments of type {_kind(arguments)}; pass a JSON "
             "object, as a dictionary or as its text."
         )
-    return ToolCall(name, arguments, call_id=call_id)
+    return ToolCall(where, name, arguments, call_id=call_id)
 
 
 def _id(value: Any) -> str | None:

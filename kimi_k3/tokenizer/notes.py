@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ChatError
-
-THINKING_EFFORTS = ("low", "high", "max")
+from .tools import function_name
 
 _NO_FENCE = (
     "Your response must be raw JSON data without markdown code blocks (```json) or any "
@@ -43,13 +42,8 @@ def later_tools(where: str, tools: Sequence[Any]) -> str:
     )
 
 
-def effort_note(effort: Any) -> str:
-    """How much to think; raises ChatError for an effort that K3 does not know."""
-    if effort not in THINKING_EFFORTS:
-        raise ChatError(
-            f"thinking_effort is {effort!r}; choose {', '.join(THINKING_EFFORTS)}, or "
-            "thinking=False for none. OpenAI's efforts go into reasoning_effort."
-        )
+def effort_note(effort: str) -> str:
+    """How much to think."""
     return (
         "`thinking_effort` guides on how much to think in your thinking channel (not "
         "including the response channel), supported values include `low`, `medium`, "
@@ -58,17 +52,16 @@ def effort_note(effort: Any) -> str:
     )
 
 
-def tool_choice_note(choice: Any, tools: Iterable[Any] | None) -> str | None:
-    """Whether to call one of ``tools``; None if that is up to the model.
+def tool_choice_note(choice: Any) -> str | None:
+    """Whether to call tools; None if that is up to the model.
 
     K3 can be told to call tools, but not which. So OpenAI's object that names a
-    function is a plain ``required`` where no other tool is declared, and refused else.
-    ``tools`` None says that more may be declared later.
+    function is a plain ``required``; :func:`check_choice` tells whether it may be.
     """
-    if isinstance(choice, Mapping):
-        choice = _choice_of_one(choice, tools)
-    if choice in (None, "auto"):
+    if choice is None or choice == "auto":
         return None
+    if _chosen(choice) is not None:
+        choice = "required"
     if not isinstance(choice, str) or choice not in _TOOL_CHOICE:
         raise ChatError(
             f"tool_choice is {choice!r}; Kimi K3 knows 'auto', 'required' and 'none', "
@@ -80,25 +73,27 @@ def tool_choice_note(choice: Any, tools: Iterable[Any] | None) -> str | None:
     )
 
 
-def _choice_of_one(choice: Mapping[str, Any], tools: Iterable[Any] | None) -> Any:
-    name = _name(choice)
-    if choice.get("type") != "function" or name is None:
-        return choice
-    declared = {} if tools is None else dict.fromkeys(_name(tool) for tool in tools)
-    if tools is not None and [*declared] != [name]:
+def check_choice(choice: Any, tools: Iterable[Any]) -> None:
+    """Raise ChatError if ``choice`` asks for what all the tools declared do not give."""
+    declared = dict.fromkeys(function_name(tool) for tool in tools)
+    if choice == "required" and not declared:
+        raise ChatError(
+            "tool_choice is 'required', and no tools are declared; pass tools, or leave "
+            "tool_choice out."
+        )
+    name = _chosen(choice)
+    if name is not None and [*declared] != [name]:
         raise ChatError(
             f"tool_choice names the function {name!r}, and the tools declared are "
             f"{', '.join(map(repr, declared)) or 'none'}. Kimi K3 can be told to call "
             "tools, but not which; pass only that tool, or tool_choice='required'."
         )
-    return "required"
 
 
-def _name(tool: Any) -> str | None:
-    """A function's name, in either of OpenAI's forms."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
+def _chosen(choice: Any) -> str | None:
+    """The function that ``choice`` names, if it is OpenAI's object that names one."""
+    names_one = isinstance(choice, Mapping) and choice.get("type") == "function"
+    return function_name(choice) if names_one else None
 
 
 def response_format_note(wanted: Any, schema: Any) -> str | None:
@@ -149,5 +144,5 @@ def json_text(where: str, value: Any, **style: Any) -> str:
     """JSON in which every character stands for itself; raises ChatError for ``where``."""
     try:
         return json.dumps(value, ensure_ascii=False, **style)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ChatError(f"{where} cannot be written as JSON: {error}.") from None

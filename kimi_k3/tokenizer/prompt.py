@@ -5,28 +5,25 @@ tell structure from a user's text that spells it. The string made here knows.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-from .aware_text import AwareText
-
-
-class Piece(NamedTuple):
-    """A run of ordinary text, or the name of one control id."""
-
-    text: str
-    control: bool = False
+from .aware_text import AwareText, Piece
 
 
 class RenderedPrompt(AwareText):
     """The text of ``pieces``, for hosts that want a string; encoding uses the pieces."""
 
-    pieces: tuple[Piece, ...]
+    _pieces: tuple[Piece, ...]
 
     def __new__(cls, pieces: Iterable[Piece]) -> "RenderedPrompt":
         pieces = tuple(pieces)
         prompt = super().__new__(cls, "".join(piece.text for piece in pieces))
-        prompt.pieces = pieces
+        prompt._pieces = pieces
         return prompt
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self._pieces
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.pieces,)
@@ -39,7 +36,7 @@ class RenderedPrompt(AwareText):
 
 
 def _pieces_of(text: str) -> tuple[Piece, ...]:
-    if isinstance(text, RenderedPrompt):
+    if isinstance(text, AwareText):
         return text.pieces
     return (Piece(text),) if text else ()
 

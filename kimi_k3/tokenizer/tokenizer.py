@@ -29,7 +29,7 @@ from .files import (
     stated_end_ids,
 )
 from .media import check_expanded
-from .options import chat_options
+from .options import chat_options, take_layout
 from .prompt import Piece, RenderedPrompt
 from .xtml import OPEN, bare_tags, render
 
@@ -155,6 +155,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         - a rendered prompt: what the renderer placed, and only that;
         - ``split`` (transformers' ``split_special_tokens``) True: nothing; False: every
           control name, for callers that render by themselves;
+        - decoded text: the control ids that it was made of, and only those;
         - by default: a text that is exactly one of XTML's tags without attributes, as
           mlx-lm asks for them (where thinking or tool calls start and end);
         - ``whole_prompt`` (a raw completion, with special tokens asked for): the four
@@ -169,6 +170,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
                 if split
                 else self._bpe.encode_with_controls(text)
             )
+        if isinstance(text, DecodedText):
+            return self._ids_of_pieces(text.pieces)
         if (marker := self._markers.get(text)) is not None:
             return list(marker)
         if whole_prompt and text.startswith(_XTML_START):
@@ -342,18 +345,17 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         continue_final_message: bool | str = False,
         tokenize: bool = True,
         return_dict: bool = False,
-        return_tensors: Any = None,
-        thinking: bool | None = None,
+        thinking: Any = None,
         **kwargs: Any,
     ) -> Any:
         """A conversation as ids, or with ``tokenize=False`` as a string that knows them.
 
         ``conversation`` is a list of OpenAI-style messages or a list of such lists.
-        Further options are those of :class:`ChatOptions`; ``padding``, ``truncation``
-        and ``max_length`` work as in transformers. Raises ChatError naming the message
-        that cannot be rendered.
+        Further options are those of :class:`ChatOptions`; with ``return_dict``,
+        ``padding``, ``truncation``, ``max_length`` and ``return_tensors`` work as in
+        transformers. Raises ChatError naming the message that cannot be rendered.
         """
-        layout = {key: kwargs.pop(key) for key in _LAYOUT if key in kwargs}
+        layout = take_layout(kwargs, bare=tokenize and not return_dict)
         options = chat_options(
             thinking=thinking,
             tools=tools,
@@ -369,14 +371,9 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         encoded = self(
             [*prompts] if batched else prompts[0],
             add_special_tokens=False,
-            return_tensors=return_tensors,
             **layout,
         )
         return encoded if return_dict else encoded["input_ids"]
-
-
-#: Options of transformers about the shape of an encoding.
-_LAYOUT = ("padding", "truncation", "max_length")
 
 
 def _is_batch(conversation: Any) -> bool:

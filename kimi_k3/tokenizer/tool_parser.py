@@ -15,6 +15,8 @@ Arguments of type ``string`` are kept to the byte. Others are JSON, and the text
 where it is no JSON that can be written again. A ``json`` block holds all arguments in
 one object. If it holds other JSON, the call has one argument, its text: under the name
 of the tool's only parameter, or under ``arguments``. What is no JSON drops the call.
+Text of a call without any tag is read as if it stood in such a block, but must be an
+object: without its arguments the call would be another one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .call_tags import Tag, attributes, read_tags
+from .call_tags import VALUES, Tag, attributes, read_tags
 from .strict_json import read_json
+from .tools import function_name, function_of
 
 __all__ = ["parse_tool_call", "tool_call_end", "tool_call_start"]
 
@@ -38,9 +41,13 @@ _SOLE_KEY = "arguments"
 
 @dataclass
 class _Call:
-    """A call that is being read; ``arguments`` None once it cannot be used."""
+    """A call that is being read; ``arguments`` None once it cannot be used.
+
+    ``bare`` is its text outside of tags, as long as there was no tag.
+    """
 
     name: str
+    bare: str = ""
     arguments: dict[str, Any] | None = field(default_factory=dict)
 
     def put(self, key: str | None, value: Any) -> None:
@@ -70,18 +77,28 @@ def _calls(text: str, tools: Any) -> Iterator[_Call]:
     """Whole calls of ``text``, usable or not."""
     call: _Call | None = None
     for tag in read_tags(text):
-        if tag.name in ("argument", "json"):
-            if call is not None and tag.opens:
+        if tag.name in VALUES:
+            if call is not None:
                 _read_argument(call, tag, tools)
             continue
         if call is not None:
+            _read_bare(call)
             yield call
         call = None
         if tag.opens and tag.name == "call":
-            call = _Call(attributes(tag.header).get("tool", ""))
+            call = _Call(attributes(tag.header).get("tool", ""), tag.body or "")
+
+
+def _read_bare(call: _Call) -> None:
+    if call.bare.strip():
+        call.arguments = None
+        with suppress(ValueError):
+            value = read_json(call.bare)
+            call.arguments = value if isinstance(value, dict) else None
 
 
 def _read_argument(call: _Call, tag: Tag, tools: Any) -> None:
+    call.bare = ""
     if tag.body is None:
         call.arguments = None
     elif tag.name == "argument":
@@ -106,9 +123,9 @@ def _read_argument(call: _Call, tag: Tag, tools: Any) -> None:
 
 def _sole_parameter(name: str, tools: Any) -> str:
     for tool in tools if isinstance(tools, list | tuple) else ():
-        function = _mapping(_mapping(tool).get("function", tool))
-        if function.get("name") == name:
-            declared = _mapping(_mapping(function.get("parameters")).get("properties"))
+        if function_name(tool) == name:
+            parameters = _mapping(function_of(tool).get("parameters"))
+            declared = _mapping(parameters.get("properties"))
             keys = [key for key in declared if isinstance(key, str)]
             return keys[0] if len(keys) == 1 else _SOLE_KEY
     return _SOLE_KEY

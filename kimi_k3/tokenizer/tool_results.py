@@ -58,7 +58,7 @@ def _paired(
     if first.tool_calls:
         _by_name_and_order(first, results, places)
         if results or goes_on:
-            _check_all_answered(first, places)
+            _check_all_answered(turn, places)
     else:
         places = _uncalled(results)
     calls = first.tool_calls
@@ -86,6 +86,8 @@ def _by_id(
     answered: dict[str, int] = {}
     for result in results:
         call_id = result.call_id
+        if call_id is None and result.own_id in named:
+            call_id = result.own_id
         if call_id is None:
             continue
         where = f"message {result.index} is a tool result for tool_call_id {call_id!r}"
@@ -128,10 +130,12 @@ def _by_name_and_order(
 ) -> None:
     """Add to ``places`` the results without ids: by name if that is plain, else in order.
 
-    A name is plain if as many results bear it as calls of it are open.
+    A name is plain if as many results bear it as calls of it are open. Beside results
+    with ids, which come in any order, order tells nothing.
     """
     calls = first.tool_calls
     taken = {*places.values()}
+    in_order = not taken
     open_calls = [place for place in range(len(calls)) if place not in taken]
     rest = [result for result in results if result.index not in places]
     for name in dict.fromkeys(result.tool for result in rest if result.tool):
@@ -139,17 +143,19 @@ def _by_name_and_order(
         fitting = [place for place in open_calls if calls[place].name == name]
         if not fitting:
             raise ChatError(_misfit(bearers[0], first, open_calls))
-        if len(bearers) == len(fitting):
+        if len(bearers) == len(fitting) and (in_order or len(bearers) == 1):
             places |= {
                 result.index: place
                 for result, place in zip(bearers, fitting, strict=True)
             }
             rest = [result for result in rest if result not in bearers]
             open_calls = [place for place in open_calls if place not in fitting]
+    if rest and len(open_calls) > 1 and not in_order:
+        raise ChatError(_misfit(rest[0], first, open_calls))
     for result, place in zip_longest(rest, open_calls):
         if result is None:
             break
-        if place is None or result.tool not in (None, "", calls[place].name):
+        if place is None or result.tool not in (None, calls[place].name):
             raise ChatError(_misfit(result, first, open_calls))
         places[result.index] = place
 
@@ -164,8 +170,9 @@ def _misfit(result: Message, first: Message, open_calls: Sequence[int]) -> str:
     )
 
 
-def _check_all_answered(first: Message, places: Places) -> None:
+def _check_all_answered(turn: Sequence[Message], places: Places) -> None:
     """Calls without ids may have no results at all, as in chats written for training."""
+    first, last = turn[0], turn[-1]
     answered = {*places.values()}
     missing = [
         _told(first.tool_calls, place)
@@ -175,8 +182,9 @@ def _check_all_answered(first: Message, places: Places) -> None:
     if missing:
         raise ChatError(
             f"message {first.index} calls tools, but no tool result follows for "
-            f"{', '.join(missing)}; add {{'role': 'tool', 'tool_call_id': …, 'content': "
-            "…} before the next assistant message."
+            f"{', '.join(missing)}; results stand before the next assistant message, so "
+            "put {'role': 'tool', 'tool_call_id': …, 'content': …} behind message "
+            f"{last.index} ({last.role})."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ChatError
 from .messages import Message, ToolCall, read_conversation
 from .notes import (
+    check_choice,
     effort_note,
     json_text,
     later_tools,
@@ -34,15 +35,33 @@ OPEN, CLOSE, SEP, END = (
 TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
 
 
+#: Where text comes from that is of no message.
+_OPTIONS = "an option (tools or a schema)"
+
+
 class _Page:
-    """Pieces in the order they are written."""
+    """Pieces in the order they are written; errors name ``where`` their text is from."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
+        self.where = _OPTIONS
 
     def text(self, *texts: str | Piece) -> None:
         """Texts of callers; a placeholder of theirs is a piece already."""
-        self.pieces += [Piece(t) if isinstance(t, str) else t for t in texts if t]
+        for text in texts:
+            if isinstance(text, str):
+                self._check(text)
+            if text:
+                self.pieces.append(Piece(text) if isinstance(text, str) else text)
+
+    def _check(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatError(
+                f"{self.where} holds {text[error.start]!r}, half of a surrogate pair, "
+                "which is no character; leave it out, or put '\ufffd' in its place."
+            ) from None
 
     def open(self, tag: str, **attributes: str | int | None) -> None:
         self.pieces.append(OPEN)
@@ -88,7 +107,13 @@ def render(conversation: Any, options: ChatOptions) -> list[Piece]:
     for message in messages:
         _message(page, message, options.thinking)
     before = len(page.pieces)
-    _closing_notes(page, messages, options)
+    page.where = _OPTIONS
+    # Hosts also render the start of a conversation, to find where it ends in the whole;
+    # tools may be declared after it.
+    if asks or last is not None:
+        later = [tool for message in messages for tool in message.tools]
+        check_choice(options.tool_choice, [*options.tools, *later])
+    _closing_notes(page, options)
     if last is not None:
         if last.role != "assistant" and len(page.pieces) > before:
             raise ChatError(
@@ -102,16 +127,9 @@ def render(conversation: Any, options: ChatOptions) -> list[Piece]:
     return page.pieces
 
 
-def _closing_notes(
-    page: _Page, messages: Iterable[Message], options: ChatOptions
-) -> None:
+def _closing_notes(page: _Page, options: ChatOptions) -> None:
     """What the caller asks of the next message, told after all messages."""
-    tools = None
-    # Hosts also render the start of a conversation, to find where it ends in the whole.
-    if options.add_generation_prompt or options.continue_final_message:
-        later = [tool for message in messages for tool in message.tools]
-        tools = [*(options.tools or ()), *later]
-    choice = tool_choice_note(options.tool_choice, tools)
+    choice = tool_choice_note(options.tool_choice)
     wanted = response_format_note(options.response_format, options.response_schema)
     if choice is not None:
         page.note("tool-choice", choice)
@@ -120,8 +138,9 @@ def _closing_notes(
 
 
 def _message(page: _Page, message: Message, thinking: bool) -> None:
+    page.where = f"message {message.index}"
     if message.tools:
-        note = later_tools(f"message {message.index}", message.tools)
+        note = later_tools(page.where, message.tools)
         page.note("tool-declare", note)
     elif message.role != "assistant":
         page.message(*message.content, **_attributes(message))
@@ -133,7 +152,7 @@ def _message(page: _Page, message: Message, thinking: bool) -> None:
         if message.tool_calls:
             page.open("tools")
             for number, call in enumerate(message.tool_calls, start=1):
-                _tool_call(page, message.index, number, call)
+                _tool_call(page, number, call)
             page.close("tools")
         page.close("message")
         page.pieces.append(END)
@@ -147,7 +166,7 @@ def _attributes(message: Message) -> dict[str, str | int | None]:
 
 def _open_message(page: _Page, message: Message, options: ChatOptions) -> None:
     """``message`` up to the end of what it says, so that a model goes on from there."""
-    where = f"message {message.index}"
+    where = page.where = f"message {message.index}"
     if message.tools or message.tool_calls or message.role == "tool":
         raise ChatError(
             f"{where} cannot be continued: it declares or calls tools, or is a result "
@@ -183,13 +202,14 @@ def _shown(reasoning: str) -> str:
     return reasoning if reasoning.strip() else ""
 
 
-def _tool_call(page: _Page, message: int, number: int, call: ToolCall) -> None:
+def _tool_call(page: _Page, number: int, call: ToolCall) -> None:
+    page.where = call.where
     page.open("call", tool=call.name, index=number)
     if call.arguments is None:
         page.section("json", call.raw, type="object")
     else:
         for key, value in call.arguments.items():
-            where = f"message {message}, call {number - 1}, argument {key!r}"
+            where = f"{call.where}, argument {key!r}"
             text = value if isinstance(value, str) else json_text(where, value)
             page.section("argument", text, key=str(key), type=_type(value))
     page.close("call")
