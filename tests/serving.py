@@ -5,6 +5,7 @@ same classes in this process, with a model that says what the test gave it.
 """
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -31,6 +32,8 @@ from openai import OpenAI
 
 HOST = "127.0.0.1"
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
 #: Name of the model that a server was started with.
 MODEL = "default_model"
 
@@ -56,6 +59,20 @@ class Server:
         client = OpenAI(base_url=f"{self.url}/v1", api_key="none", **options)
         self.clients.append(client)
         return client
+
+    def post(self, path: str, body: Any) -> tuple[int, str]:
+        """Status and text of the reply to ``body``, sent as JSON unless it is bytes.
+
+        OpenAI's client checks what it sends; this sends anything.
+        """
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     def healthy(self) -> bool:
         try:

@@ -1,8 +1,6 @@
 """Whatever a request has in chat_template_kwargs, mlx-lm's server outlives it."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from conversations import user
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from serving import MODEL, ScriptedModel, Server, serve_script
+from serving import CHAT, ScriptedModel, Server, serve_script
 
 from kimi_k3.nano import NANO_FOLDER
 
@@ -26,17 +24,8 @@ def server() -> Iterator[Server]:
 
 def post(server: Server, options: Any) -> tuple[int, str]:
     """Status and body of a chat with ``options`` as its chat_template_kwargs."""
-    body = {"messages": [user("a")], "chat_template_kwargs": options}
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        data=json.dumps({"model": MODEL, "max_tokens": 2, **body}).encode(),
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    body = {"messages": [user("a")], "chat_template_kwargs": options, "max_tokens": 2}
+    return server.post(CHAT, body)
 
 
 @pytest.mark.parametrize(

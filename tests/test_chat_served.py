@@ -4,8 +4,6 @@ import base64
 import copy
 import io
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +25,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from openai import NotFoundError
 from PIL import Image
-from serving import MODEL, ScriptedModel, Server, serve_script
+from serving import CHAT, MODEL, ScriptedModel, Server, serve_script
 
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.tokenizer import tokenizer as tokenizer_module
@@ -94,17 +92,8 @@ def prompt_of(server: Server, model: SeeingModel) -> Prompts:
 
 
 def post(server: Server, **body: Any) -> tuple[int, str]:
-    """Status and body of a chat, sent as it is: clients check what they send."""
-    request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
-        data=json.dumps({"model": MODEL, "max_tokens": 2, **body}).encode(),
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    """Status and body of a chat."""
+    return server.post(CHAT, {"max_tokens": 2, **body})
 
 
 def served(

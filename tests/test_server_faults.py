@@ -13,13 +13,12 @@ import mlx_lm.server
 import pytest
 from conversations import assistant, call, tool, user
 from huggingface_hub import scan_cache_dir
-from serving import ScriptedModel, Server, serve_script
+from serving import CHAT, TEXT, ScriptedModel, Server, serve_script
 
 from kimi_k3 import load
 from kimi_k3.nano import NANO_FOLDER
 
 _, TOKENIZER = load(NANO_FOLDER)
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def scripted() -> ScriptedModel:
@@ -32,18 +31,6 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, path: str, body: Any) -> tuple[int, str]:
-    """Status and text of the reply to ``body``, which is sent as JSON unless bytes."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def chat(messages: Any, **more: Any) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": 3, **more}
 
@@ -53,7 +40,7 @@ def hello(**more: Any) -> dict[str, Any]:
 
 
 def assert_goes_on(server: Server) -> None:
-    status, text = post(server, CHAT, hello())
+    status, text = server.post(CHAT, hello())
     assert status == 200, text
     assert json.loads(text)["choices"][0]["message"]["reasoning"]
 
@@ -113,7 +100,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_requests_are_told_why(server: Server, name: str):
     body, wanted, words = WRONG[name]
-    status, text = post(server, CHAT, body)
+    status, text = server.post(CHAT, body)
     assert status == wanted
     assert words in json.loads(text)["error"]
     assert_goes_on(server)
@@ -131,14 +118,14 @@ def test_wrong_requests_are_told_why(server: Server, name: str):
 def test_wrong_completions_are_told_why(
     server: Server, body: Any, wanted: int, words: str
 ):
-    status, text = post(server, TEXT, body)
+    status, text = server.post(TEXT, body)
     assert status == wanted
     assert words in json.loads(text)["error"]
     assert_goes_on(server)
 
 
 def test_unknown_paths(server: Server):
-    assert post(server, "/v1/embeddings", {}) == (404, "Not Found")
+    assert server.post("/v1/embeddings", {}) == (404, "Not Found")
 
 
 def test_another_model_costs_a_load():
@@ -150,7 +137,7 @@ def test_another_model_costs_a_load():
     with serve_script(model, TOKENIZER) as server:
         assert_goes_on(server)
         assert model.loads == 1
-        status, text = post(server, CHAT, hello(model="gpt-4o"))
+        status, text = server.post(CHAT, hello(model="gpt-4o"))
         assert (status, json.loads(text)["error"]) == (404, "no model gpt-4o")
         assert_goes_on(server)
         assert model.loads == 2
@@ -168,13 +155,13 @@ DROPPED: dict[str, Any] = {
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_mlx_lm_drops_without_a_word(server: Server, name: str):
     with pytest.raises(http.client.RemoteDisconnected):
-        post(server, CHAT, DROPPED[name])
+        server.post(CHAT, DROPPED[name])
     assert_goes_on(server)
 
 
 def test_stream_options_without_include_usage(server: Server):
     """mlx-lm breaks off after the answer, before the line that says so."""
-    status, text = post(server, CHAT, hello(stream=True, stream_options={}))
+    status, text = server.post(CHAT, hello(stream=True, stream_options={}))
     assert status == 200
     assert '"finish_reason": "length"' in text
     assert "[DONE]" not in text
@@ -223,12 +210,12 @@ def test_what_mlx_lm_dies_of(name: str, caplog: pytest.LogCaptureFixture):
     path, body, fault = FATAL[name]
     with serve_script(scripted(), TOKENIZER) as server:
         try:
-            status, _ = post(server, path, body)
+            status, _ = server.post(path, body)
         except http.client.RemoteDisconnected:
             status = 0
         assert status != 200
         assert not server.healthy()
-        status, text = post(server, CHAT, hello())
+        status, text = server.post(CHAT, hello())
         assert (status, json.loads(text)["error"]) == (404, "generation thread died")
     (died,) = [record for record in caplog.records if "died" in record.message]
     assert fault in died.message
