@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import decode
 import launch_census
+import long_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -60,6 +61,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decode": ("launch_census", lambda r: launch_census.table(r, "decode")),
     "prefill": ("launch_census", lambda r: launch_census.table(r, "prefill")),
     "cpu": ("decode", decode.table),
+    "long_prompt": ("long_prompt", long_prompt.table),
     "experts": ("experts", experts_table),
     "top_p": ("expert_top_p", top_p_table),
 }

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kimi_k3.config import TextArgs
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -38,3 +40,11 @@ def test_the_census_keeps_its_words() -> None:
 def test_logits_agreed_before_timing(page: Any) -> None:
     error = result("decode")["float32_logits_between_classes"]
     assert error <= page.decode.FLOAT32_LIMIT
+
+
+def test_long_prompts_reach_their_goals(page: Any) -> None:
+    """In the kept run: memory and time at the longest context, outputs throughout."""
+    kept = result("long_prompt")
+    assert all(kept["met"].values())
+    assert all(row["error"] <= page.long_prompt.LIMIT for row in kept["rows"].values())
+    assert kept["attention_block_bytes"] == TextArgs.attention_block_bytes
