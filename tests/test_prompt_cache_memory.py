@@ -190,6 +190,7 @@ TURN_AGAIN = (Turns.TAIL + 2 * Turns.ANSWER + sum(ADDED), ADDED[1])
         (1, 262_144, ADDED),
         (2, 32_768, ADDED),
         (2, 131_072, TURN_AGAIN),
+        (3, 32_768, TURN_AGAIN),
         (4, 32_768, TURN_AGAIN),
         (3, 131_072, None),
         (8, 32_768, None),
