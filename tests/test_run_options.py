@@ -68,7 +68,7 @@ REFUSED = [
     (
         "server",
         '--chat-template-args={"reasoning_effort":"hi"}',
-        "choose none, minimal",
+        "^--chat-template-args: reason",
     ),
     ("generate", '--chat-template-config {"thinking_effort":"hi"}', "low, high, max"),
     (
