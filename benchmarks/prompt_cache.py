@@ -4,9 +4,10 @@
 
 The installed ``mlx_lm.server`` serves the nano to OpenAI's client, with a fresh server
 for every case. A turn is a user's question, the model's call of a tool, its result and
-the answer. What was read is the server's own count: ``usage.prompt_tokens`` less
-``prompt_tokens_details.cached_tokens``. Answers are greedy, so that the conversation is
-the same in every case; only counts are taken, no times.
+the answer, or the answer at once where the nano calls no tool. What was read is the
+server's own count: ``usage.prompt_tokens`` less ``prompt_tokens_details.cached_tokens``.
+Answers are greedy, so that the conversation is the same in every case; only counts are
+taken, no times.
 The last line of the output is one JSON document; ``--out FILE`` also writes it.
 """
 

@@ -47,52 +47,54 @@ def conversations_table(result: dict[str, Any]) -> str:
 
 def changes_table(result: dict[str, Any]) -> str:
     """What single requests had read."""
-    lines = ["| request | tokens in the prompt | read |", "|---|---|---|"]
+    turns = result["turns"]
+    # What the benchmark's once() and last() do.
+    changed, edited = turns // 2 + 1, {"first": 1, "fifth": 5, "last": turns}
+    rows = []
     for name, row in result["conversations"].items():
         if "changed" in row:
-            requests = {name: row["changed"][0], f"{name}: the next": row["next"]}
-            for words, one in requests.items():
-                lines.append(f"| {words} | {one['prompt']:,} | {one['read']:,} |")
+            rows.append((changed, name, row["changed"][0]))
+            rows.append((changed + 1, f"{name}: the next", row["next"]))
     for name, one in result["afterwards"].items():
-        lines.append(f"| {name} | {one['prompt']:,} | {one['read']:,} |")
+        rows.append((edited[name.partition(" ")[0]], name, one))
+    lines = ["| turn | request | tokens in the prompt | read |", "|---|---|---|---|"]
+    for turn, name, one in rows:
+        lines.append(f"| {turn} | {name} | {one['prompt']:,} | {one['read']:,} |")
     return "\n".join(lines)
 
 
+#: GB that the GPU of a 512 GB Mac can be given, that a build for it takes, and that the
+#: command of docs/serving.md gives to entries.
+GPU, WEIGHTS, BOUND = 515, 450, 20
+
+
 def memory_table(_: dict[str, Any]) -> str:
-    """Bytes of an entry of the released model by length."""
+    """Bytes of an entry of the released model by length, and how many fit the bound."""
     args = ModelArgs.from_dict(full_size_config()).text_config
     lengths = (0, 8_192, 32_768, 131_072, 262_144)
-    cells = [f"{snapshot_bytes(args, length) / 1e9:.2f} GB" for length in lengths]
+    sizes = [snapshot_bytes(args, length) for length in lengths]
+    cells = [f"{size / 1e9:.2f} GB" for size in sizes]
+    fitting = [str(BOUND * 10**9 // size) for size in sizes]
     return "\n".join(
         [
             "| tokens | " + " | ".join(f"{length:,}" for length in lengths) + " |",
             "|---" * (len(lengths) + 1) + "|",
             "| one entry | " + " | ".join(cells) + " |",
+            f"| entries that fit in {BOUND} GB | " + " | ".join(fitting) + " |",
         ]
     )
-
-
-#: GB that the GPU of a 512 GB Mac can be given, and that a build for it takes.
-GPU, WEIGHTS = 515, 450
 
 
 def mac_table(_: dict[str, Any]) -> str:
     """How the memory beside the weights is shared out on a 512 GB Mac, in GB."""
     args = ModelArgs.from_dict(full_size_config()).text_config
-    longest, step, bound = 131_072, 256, 20
-    one = snapshot_bytes(args, longest) / 1e9
-    scores = 2 * args.num_attention_heads * step * longest / 1e9
-    left = GPU - WEIGHTS - scores - 4 * one - bound
+    one = snapshot_bytes(args, 131_072) / 1e9
+    left = GPU - WEIGHTS - 4 * one - BOUND
     rows = [
         ("beside the weights", GPU - WEIGHTS, f"{GPU} - {WEIGHTS}"),
-        (
-            "scores, with `--prefill-step-size 256`",
-            -scores,
-            f"{args.num_attention_heads} heads × {step} × {longest:,} × 2 bytes",
-        ),
         ("entries that a request adds", -4 * one, f"4 × {one:.2f}"),
-        ("`--prompt-cache-bytes`", -bound, "entries and running answers"),
-        ("left for everything else", left, "other activations, more answers at once"),
+        ("`--prompt-cache-bytes`", -BOUND, "entries and running answers"),
+        ("left for everything else", left, "activations, more answers at once"),
     ]
     lines = ["| what | GB | arithmetic |", "|---|---|---|"]
     lines += [f"| {what} | {gb:.1f} | {sum_} |" for what, gb, sum_ in rows]

@@ -28,17 +28,19 @@ def run_host(module: str, arguments: Sequence[str]) -> object:
     of its own passes through. Raises :class:`~kimi_k3.errors.KimiK3Error` before
     anything runs if the module is not a host's, our class cannot be registered, a
     checkpoint among the arguments is not there, damaged or wants to run its own code,
-    or an option cannot work with Kimi K3. A hub repository is downloaded first, as the
-    command itself would.
+    none is named where one is needed, or an option cannot work with Kimi K3. A hub
+    repository is downloaded first, as the command itself would.
     """
     prepare(module)
     # Imports mlx-lm, which prepare() has just found fit.
     from .folder_check import check_folder
     from .loading import find_folder
-    from .run_options import check_options
+    from .run_options import check_model_named, check_options
     from .tokenizer.files import check_tokenizer_folder
 
-    for checkpoint in named_checkpoints(arguments):
+    checkpoints = named_checkpoints(arguments)
+    check_model_named(module, arguments, checkpoints)
+    for checkpoint in checkpoints:
         folder = find_folder(checkpoint)
         report = check_folder(folder)
         check_tokenizer_folder(folder)
@@ -90,15 +92,23 @@ def _find_module(module: str) -> object:
 def named_checkpoints(arguments: Sequence[str]) -> list[str]:
     """What ``arguments`` name as checkpoints to read: folders or hub repositories.
 
-    Knows ``--model X``, ``--model=X`` and the short forms that argparse accepts.
+    Knows ``--model X``, ``--model=X`` and the short forms that argparse accepts. Raises
+    KimiK3Error for an empty name, as an unset variable of a shell gives it.
     """
     named = []
     for option, following in zip_longest(arguments, arguments[1:]):
         name, equals, value = option.partition("=")
         if not equals:
             value = following
+        if value is None or not _reads_checkpoint(name):
+            continue
+        if not value.strip():
+            raise KimiK3Error(
+                f"{name} is empty; name a checkpoint folder, or a hub repository as "
+                "OWNER/NAME. Is the variable set that it comes from?"
+            )
         # For some commands -m is a number of tokens.
-        if value and _reads_checkpoint(name) and not (name == "-m" and value.isdigit()):
+        if not (name == "-m" and value.isdigit()):
             named.append(value)
     return named
 

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,126 @@ def test_the_server_counts_bytes_when_a_request_comes(model: Any, tmp_path: Path
             assert len(after) == 5
     assert max(before) > room
     assert all(kept <= bound <= room for kept, bound in after)
+
+
+class Sized:
+    """Stands in for the states of one entry: nothing but their bytes."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
+class Turns:
+    """What a conversation of the released model has read, with a bound in bytes.
+
+    Fetches, trims and inserts in the order of mlx-lm's server, into its own cache. The
+    beginning is ``tokens`` long for the bytes, and a few for the cache, which is slow.
+    """
+
+    LEADING, BEGINNING, QUESTION, RESULT, ANSWER, TAIL = 10, 90, 10, 200, 20, 3
+
+    def __init__(self, held: LRUPromptCache, tokens: int, size: Any, bound: float):
+        self.held, self.length, self.size, self.bound = held, tokens, size, bound
+        self.system = self.new(self.LEADING)
+        self.tokens = self.system + self.new(self.BEGINNING)
+
+    def new(self, count: int) -> list[Any]:
+        return [object() for _ in range(count)]
+
+    def bytes_of(self, count: int) -> int:
+        return self.size(10_000 if count <= self.LEADING else self.length + count)
+
+    def insert(self, tokens: list[Any], kind: str) -> None:
+        states: Any = [Sized(self.bytes_of(len(tokens)))]
+        self.held.insert_cache("k3", tokens[:], states, cache_type=kind)
+
+    def request(self, added: int, *, question: bool = False) -> int:
+        """Tokens read for a prompt with ``added`` tokens more."""
+        self.tokens = self.tokens + self.new(added)
+        prompt = self.tokens + self.new(self.TAIL)
+        _, rest = self.held.fetch_nearest_cache("k3", prompt)
+        known = len(prompt) - len(rest)
+        running = self.bytes_of(known) if known else 0
+        self.held.trim_to(n_bytes=int(self.bound - running))
+        if question and known < len(self.system):
+            self.insert(self.system, "system")
+        if question and known < len(self.tokens):
+            self.insert(self.tokens, "user")
+        self.insert(prompt[:-1], "assistant")
+        self.tokens = prompt + self.new(self.ANSWER)
+        self.insert(self.tokens, "assistant")
+        return len(rest)
+
+    def turn(self) -> tuple[int, int]:
+        return self.request(self.QUESTION, question=True), self.request(self.RESULT)
+
+
+ADDED = (Turns.QUESTION + Turns.TAIL, Turns.RESULT + Turns.TAIL)
+
+#: What follows the last question is read again: its entry outlives those of answers.
+TURN_AGAIN = (Turns.TAIL + 2 * Turns.ANSWER + sum(ADDED), ADDED[1])
+
+
+@pytest.mark.parametrize(
+    ("conversations", "tokens", "read"),
+    [
+        (1, 131_072, ADDED),
+        (1, 262_144, ADDED),
+        (2, 32_768, ADDED),
+        (2, 131_072, TURN_AGAIN),
+        (3, 32_768, TURN_AGAIN),
+        (4, 32_768, TURN_AGAIN),
+        (3, 131_072, None),
+        (8, 32_768, None),
+    ],
+)
+def test_what_twenty_gigabytes_keep(
+    conversations: int, tokens: int, read: Any, snapshot_bytes: Any
+):
+    """docs/prompt-cache.md, of conversations that take turns; None: nearly all is read."""
+    args = ModelArgs.from_dict(full_size_config()).text_config
+    held = LRUPromptCache(64)
+    size = partial(snapshot_bytes, args)
+    some = [Turns(held, tokens, size, 20e9) for _ in range(conversations)]
+    for _ in range(4):
+        for one in some:
+            one.turn()
+    found = [one.turn() for one in some]
+    for one, (first, second) in zip(some, found, strict=True):
+        if read is None:
+            before = len(one.tokens) - second - 2 * Turns.ANSWER
+            assert first >= before - Turns.LEADING
+        else:
+            assert (first, second) == read
+    # Bytes bind, not the number of entries.
+    assert len(held) < 20
+
+
+@pytest.mark.parametrize("share", [4.9, 0.1])
+def test_one_conversation_goes_on_whatever_the_bound(
+    model: Any, tmp_path: Path, share: float
+):
+    """Entries of the last request are there when the next is looked up, then trimmed."""
+    (write_tk(tmp_path) / "config.json").write_text('{"model_type": "kimi_k3"}')
+    tokenizer = load_tokenizer(tmp_path)
+    one = sum(layer.nbytes for layer in read_by(model, [1 + i % 90 for i in range(99)]))
+    options = ("--prompt-cache-bytes", str(int(share * one)))
+    with serve_script(model, tokenizer, *options) as server:
+        messages: list[Any] = [{"role": "system", "content": "be brief"}]
+        before = 0
+        for number in range(5):
+            messages.append({"role": "user", "content": f"question {number}"})
+            reply = server.client().chat.completions.create(
+                model=MODEL, messages=list(messages), temperature=0, max_tokens=2
+            )
+            usage: Any = reply.usage
+            assert usage.prompt_tokens_details.cached_tokens >= before
+            before = usage.prompt_tokens - 1
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        assert before > 0
 
 
 def held_after(model: Any, rows: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import _parse_size
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -37,6 +38,42 @@ def test_totals_are_those_of_the_requests(result: dict[str, Any]):
         assert row["prompt_tokens"] == sum(request["prompt"] for request in requests)
         assert row["read"] == sum(request["read"] for request in requests)
         assert all(0 < request["read"] <= request["prompt"] for request in requests)
+
+
+def test_turns_are_what_the_page_says(page: Any, result: dict[str, Any]):
+    """Two requests a turn, of ten turns or three; two turns less one without a tool."""
+    for name, row in result["conversations"].items():
+        turns = 3 if name.startswith("eight agents") else result["turns"]
+        for requests in row["each"]:
+            assert len(requests) in ((2 * turns,) if turns == 3 else (20, 18))
+        if "changed" in row:
+            (requests,) = row["each"]
+            start = requests.index(row["changed"][0])
+            assert requests[start + len(row["changed"])] == row["next"]
+    table = page.changes_table(result)
+    assert "| 6 | effort changed for one turn |" in table
+    assert "| 7 | effort changed for one turn: the next |" in table
+    assert "| 5 | fifth question edited |" in table
+    assert "| 10 | last answer again |" in table
+
+
+def test_entries_that_fit(page: Any):
+    """44 × 0.449 GB are below 20 GB, 45 are not; four of 4.07 GB, and not five."""
+    row = page.memory_table({}).splitlines()[-1]
+    assert row == "| entries that fit in 20 GB | 44 | 29 | 14 | 4 | 2 |"
+
+
+def test_the_command_that_the_page_counts_for(page: Any):
+    serving = (page.PAGE.parent / "serving.md").read_text("utf-8")
+    assert f"--prompt-cache-size 64 --prompt-cache-bytes {page.BOUND}GB" in serving
+    assert "--decode-concurrency 2 --prompt-concurrency 1" in serving
+
+
+def test_how_mlx_lm_reads_a_size(page: Any):
+    assert _parse_size(f"{page.BOUND}GB") == page.BOUND * 10**9
+    assert _parse_size("20") == 20
+    with pytest.raises(KeyError):
+        _parse_size("20GiB")
 
 
 def test_with_its_reasoning_only_what_was_added_is_read(result: dict[str, Any]):

@@ -26,7 +26,8 @@ from kimi_k3.checkpoint.source_layout import full_size_config
 from kimi_k3.config import ModelArgs, TextArgs
 from kimi_k3.errors import KimiK3Error
 from kimi_k3.run import run_host
-from kimi_k3.run_options import OPTIONS, check_options
+from kimi_k3.run_options import CHAT_NAMES, OPTIONS, check_options
+from kimi_k3.tokenizer.options import chat_options
 
 #: Sizes whose cached latents, 64 and 32 numbers, have a group size of MLX: 32.
 GROUPED = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
@@ -58,12 +59,37 @@ REFUSED = [
     ("server", "--draft /models/small", "taken back"),
     ("server", "--chat-template {{messages}}", "no Jinja template"),
     ("generate", "--max-kv-size 4096", "does nothing"),
-    ("chat", "--max-kv 4096", "bound the conversation"),
+    ("chat", "--max-kv 4096", "keep the conversation short"),
     ("cache_prompt", "--max-kv-size 4096", "does nothing"),
     ("server", "--kv-bits 8 --kv-group-size 128", "Choose --kv-group-size 32 or 64"),
     ("generate", "--kv-b=4 --kv-group-size=128", "512 and 64 numbers an MLA layer"),
     ("generate", "--kv-bits 7", "choose one of 2, 3, 4, 5, 6 or 8"),
     ("server", "--kv-bits 8 --kv-group-size 48", "Choose --kv-group-size"),
+    (
+        "server",
+        '--chat-template-args={"reasoning_effort":"hi"}',
+        "^--chat-template-args: reason",
+    ),
+    ("generate", '--chat-template-config {"thinking_effort":"hi"}', "low, high, max"),
+    (
+        "server",
+        '--chat-template-args {"reasoning_efort":"high"}',
+        ", reasoning_effort.$",
+    ),
+    ("generate", '--chat-template-c {"efort":1}', "it knows tools, thinking,"),
+    ("evaluate", '--chat-template-args {"tokenize":true}', "has 'tokenize'"),
+    (
+        "server",
+        '--chat-template-args {"tools":[]}',
+        "tools, which mlx_lm.server passes",
+    ),
+    ("generate", '--chat-template-config {"add_generation_prompt":true}', "leave it"),
+    ("server", '--chat-template-args {"thinking":"on"}', "thinking is 'on'"),
+    ("server", '--chat-template-args {"response_format":"yaml"}', "knows 'text'"),
+    ("generate", '--chat-template-config {"tool_choice":"required"}', "no tools"),
+    ("server", "--chat-template-args []", "no JSON object"),
+    ("server", "--chat-template-args high", "no JSON .*in single quotes"),
+    ("generate", "--chat-template-config=", "no JSON .*in single quotes"),
 ]
 
 
@@ -84,6 +110,11 @@ def test_refused_with_reason_and_way_out(command: str, arguments: str, said: str
         ("server", "--chat-template-args {} --pipeline --num-draft-tokens 2"),
         ("server", "--use-default-chat-template --prompt-cache-size 4"),
         ("generate", "--chat-template-config {} -m 20 --prompt-cache-file a.b"),
+        ("server", '--chat-template-args {"reasoning_effort":"high"}'),
+        ("server", '--chat-template-args {"tool_choice":"required"}'),
+        ("generate", '--chat-template-config {"enable_thinking":false}'),
+        ("generate", '--chat-template-config {"thinking_effort":null,"tools":[]}'),
+        ("evaluate", '--chat-template-args {"thinking":false}'),
         ("generate", "--kv 8"),  # ambiguous: mlx-lm says so
         ("generate", "--kv-bits"),
         ("generate", "--kv-bits eight"),
@@ -122,7 +153,21 @@ def host_options(command: str) -> set[str]:
     return set(seen[0]._option_string_actions)
 
 
-@pytest.mark.parametrize("command", ["generate", "server", "chat", "cache_prompt"])
+def test_the_chat_format_knows_just_the_names_that_are_let_through(
+    caplog: pytest.LogCaptureFixture,
+):
+    values: dict[str, Any] = dict.fromkeys(CHAT_NAMES)
+    chat_options(**values)
+    assert not caplog.records
+    for name in ("reasoning_efort", "tokenize", "return_dict"):
+        assert name not in CHAT_NAMES
+        chat_options(**{name: True})
+        assert f"no option {name!r}" in caplog.messages.pop()
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "server", "chat", "cache_prompt", "evaluate"]
+)
 def test_commands_have_the_options_that_are_looked_at(command: str):
     ours = {option for option, commands in OPTIONS.items() if command in commands}
     has = host_options(command)
@@ -132,19 +177,83 @@ def test_commands_have_the_options_that_are_looked_at(command: str):
 
 def test_run_stops_before_the_command_starts(tmp_path: Path):
     build = write_t1(tmp_path / "build", tokenizer=True, **GROUPED)
-    for options in ("--draft-model x", "--kv-bits 7", "--chat-template x"):
-        with (
-            mock.patch.object(mlx_lm.server, "run") as started,
-            pytest.raises(KimiK3Error, match=options.split()[0]),
-        ):
-            run_host("mlx_lm.server", ["--model", str(build), *options.split()])
-        assert not started.called
+    for options in (
+        "--draft-model x",
+        "--kv-bits 7",
+        "--chat-template x",
+        "--chat-template-args []",
+    ):
+        arguments = ["--model", str(build), *options.split()]
+        for command in (["mlx_lm.server"], ["mlx_lm", "server"]):
+            with (
+                mock.patch.object(mlx_lm.server, "run") as started,
+                pytest.raises(KimiK3Error, match=options.split()[0]),
+            ):
+                run_host(command[0], [*command[1:], *arguments])
+            assert not started.called
     with mock.patch.object(mlx_lm.server, "run") as started:
         run_host(
             "mlx_lm.server",
             ["--model", str(build), "--kv-bits", "8", "--kv-group-size", "32"],
         )
     assert started.called
+
+
+@pytest.mark.parametrize("command", ["server", "generate", "chat"])
+def test_run_wants_a_model(command: str, tmp_path: Path):
+    module = import_module(f"mlx_lm.{command}")
+    for start in ((f"mlx_lm.{command}", []), ("mlx_lm", [command])):
+        for arguments, said in (
+            ([], f"no --model is given: mlx_lm.{command} .* Add --model FOLDER"),
+            (["--model"], "no --model is given"),
+            (["--model", ""], "--model is empty"),
+            (["--model="], "--model is empty"),
+            (["--mod", " "], "--mod is empty"),
+            (["--model", str(tmp_path / "none")], "none is not there"),
+        ):
+            with (
+                mock.patch.object(module, "main") as started,
+                pytest.raises(KimiK3Error, match=said),
+            ):
+                run_host(start[0], [*start[1], *arguments])
+            assert not started.called
+        with mock.patch.object(module, "main") as started:
+            run_host(start[0], [*start[1], "--help"])
+        assert started.called
+
+
+def test_a_server_without_a_model_fails_with_requests():
+    """Why ``run`` wants one."""
+    argv = ["server"]
+    made: list[Any] = []
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(mlx_lm.server, "run", lambda host, port, it: made.append(it)),
+    ):
+        mlx_lm.server.main()
+    made[0].load_default()
+    assert made[0].model is None
+    with pytest.raises(TypeError):
+        made[0].load("default_model", None, "default_model")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [('{"reasoning_effort": "hi"}', "choose none"), ('{"tokenize": true}', "multiple")],
+)
+def test_without_us_every_request_fails(
+    given: str, said: str, model: Any, tokenizer: Any
+):
+    from openai import NotFoundError
+
+    with (
+        serve_script(model, tokenizer, "--chat-template-args", given) as server,
+        pytest.raises(NotFoundError) as failed,
+    ):
+        server.client().chat.completions.create(
+            model="default_model", messages=[{"role": "user", "content": "hello"}]
+        )
+    assert said in failed.value.response.text
 
 
 class TestB52:

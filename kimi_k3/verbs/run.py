@@ -26,8 +26,10 @@ VERB = Verb(
     "  kimi-k3 run mlx_lm.server --model ./build --port 8080\n\n"
     "Only needed where Python ignores start-up files, or to have a damaged folder\n"
     "named before it is read. Options of mlx-lm that cannot work with Kimi K3 are refused\n"
-    "with a reason: --draft-model, --chat-template, --max-kv-size, and a --kv-bits or\n"
-    "--kv-group-size that does not fit. The exit code is the command's.\n",
+    "with a reason: --draft-model, --chat-template, --max-kv-size, --chat-template-args\n"
+    "or --chat-template-config that its format does not know, a --kv-bits or\n"
+    "--kv-group-size that does not fit, and a server, generate or chat without --model.\n"
+    "The exit code is the command's.\n",
     add_arguments,
     run,
 )
