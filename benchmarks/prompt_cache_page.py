@@ -12,6 +12,7 @@ from typing import Any
 
 from kimi_k3.checkpoint.source_layout import full_size_config
 from kimi_k3.config import ModelArgs, TextArgs
+from kimi_k3.machine.sequence_memory import state_bytes, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "prompt-cache.md"
@@ -21,15 +22,9 @@ RESULT = ROOT / "benchmarks" / "results" / "prompt_cache.json"
 def snapshot_bytes(args: TextArgs, tokens: int, *, item: int = 2) -> int:
     """Bytes of what the caches hold of one sequence of ``tokens``, without spare room.
 
-    ``item`` is the size of an activation; the states of KDA layers are float32.
+    ``item`` is the size of an activation.
     """
-    linear = args.linear_attn_config
-    layers = len(linear.kda_layers)
-    width = linear.num_heads * linear.head_dim
-    state = 4 * width * linear.head_dim
-    convolutions = item * 3 * width * (linear.short_conv_kernel_size - 1)
-    latents = item * (args.kv_lora_rank + args.qk_rope_head_dim) * tokens
-    return layers * (state + convolutions) + len(linear.full_attn_layers) * latents
+    return tokens * token_bytes(args, size=item) + state_bytes(args, size=item)
 
 
 def conversations_table(result: dict[str, Any]) -> str:

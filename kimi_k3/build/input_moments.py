@@ -37,9 +37,11 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 #: Names under which a file keeps what experts read; gate and up read the same.
 GATE_UP, DOWN, TOKENS = "experts.gate_up", "experts.down", "tokens"
 
-#: The absorbed half of MLA's keys: whole sequences multiply its *rows* with the latents
-#: (what ``unembed_out`` reads, too), so its columns are met by the queries alone.
-_EMBED_Q = "self_attn.embed_q"
+#: MLA's keys and values, of which attention multiplies some heads at a time, or what is
+#: equal to it, so nothing is watched there. The columns of ``embed_q`` meet the queries,
+#: those of ``unembed_out`` the latents, which a norm makes.
+_EMBED_Q, _UNEMBED = "self_attn.embed_q", "self_attn.unembed_out"
+_LATENTS = "self_attn.kv_a_layernorm"
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,15 @@ class _Queries(_Watched):
         return queries
 
 
+class _Latents(_Watched):
+    """The norm of the latents, which are what ``unembed_out`` reads."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        latents = self.inner(x, *args, **kwargs)
+        self.recorder.add(self.name, latents)
+        return latents
+
+
 @contextmanager
 def recorded_matrices(layer: DecoderLayer, corpora: int) -> Iterator[MatrixRecorder]:
     """A recorder of every matrix of ``layer`` but the experts'; it goes at the end."""
@@ -179,10 +190,14 @@ def recorded_matrices(layer: DecoderLayer, corpora: int) -> Iterator[MatrixRecor
     for name, module in recordable(layer).items():
         if name == _EMBED_Q:
             continue
-        watched = _Watched(module, name, recorder)
-        if isinstance(attention, GatedMLA) and name == _queries_of(attention):
-            watched = _Queries(module, name, recorder, attention)
-        parent, leaf = _parent(layer, name)
+        place, watched = name, _Watched(module, name, recorder)
+        if isinstance(attention, GatedMLA):
+            if name == _queries_of(attention):
+                watched = _Queries(module, name, recorder, attention)
+            elif name == _UNEMBED:
+                place, module = _LATENTS, attention.kv_a_layernorm
+                watched = _Latents(module, name, recorder)
+        parent, leaf = _parent(layer, place)
         replaced.append((parent, leaf, module))
         setattr(parent, leaf, watched)
     try:
