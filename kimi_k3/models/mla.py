@@ -76,10 +76,7 @@ class GatedMLA(nn.Module):
         if cache is not None:
             latent, k_shared = fetch(cache, latent, k_shared)
 
-        if self._absorbs(T):
-            out = self._attend_latents(q_nope, q_shared, latent, k_shared, mask)
-        else:
-            out = self._attend_heads(q_nope, q_shared, latent, k_shared, mask)
+        out = self._attend(q_nope, q_shared, latent, k_shared, mask)
         out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)
         if self.use_gate:
             out = gated(out, self.g_proj(x))
@@ -96,7 +93,7 @@ class GatedMLA(nn.Module):
             self.kv_lora_rank * whole
         )
 
-    def _attend_latents(
+    def _attend(
         self,
         q_nope: mx.array,
         q_shared: mx.array,
@@ -104,56 +101,60 @@ class GatedMLA(nn.Module):
         k_shared: mx.array,
         mask: mx.array | None,
     ) -> mx.array:
-        """Outputs of all heads, (B, H, T, V): queries in the space of the latents."""
-        out = _attend(
-            self.embed_q(q_nope), latent, latent, q_shared, k_shared, self.scale, mask
-        )
-        return self.unembed_out(out).astype(q_nope.dtype)
-
-    def _attend_heads(
-        self,
-        q_nope: mx.array,
-        q_shared: mx.array,
-        latent: mx.array,
-        k_shared: mx.array,
-        mask: mx.array | None,
-    ) -> mx.array:
-        """The same with keys and values of whole heads, some heads and rows at a time.
-
-        A causal mask hides every key behind a row's own from it, so rows that come
-        early meet fewer keys.
-        """
+        """Outputs of all heads, (B, H, T, V), some heads and rows at a time."""
         B, _, T, _ = q_nope.shape
-        S = latent.shape[2]
-        heads, rows = self._block(B, T, S, q_nope.dtype.size)
+        heads, rows = self._block(B, T, latent.shape[2], q_nope.dtype.size)
+        if heads == self.num_heads:
+            parts = (q_nope, q_shared, latent, k_shared, mask)
+            return self._attend_heads(self.embed_q, self.unembed_out, *parts, rows)
         of_heads: list[mx.array] = []
         for head in range(0, self.num_heads, heads):
             own = slice(head, head + heads)
-            keys = _heads(self.embed_q, own)(latent, transpose=False)
-            values = _heads(self.unembed_out, own)(latent)
-            of_rows: list[mx.array] = []
-            for row in range(0, T, rows):
-                block = slice(row, row + rows)
-                last = S if mask is None else S - T + min(row + rows, T)
-                out = _attend(
-                    q_nope[:, own, block],
-                    keys[..., :last, :],
-                    values[..., :last, :],
-                    q_shared[:, own, block],
-                    k_shared[..., :last, :],
-                    self.scale,
-                    None if mask is None else mask[..., block, :last],
-                )
-                # Each block waits for the one before, or all could be at work at once.
-                q_nope, q_shared, latent = mx.depends([q_nope, q_shared, latent], [out])
-                of_rows.append(out)
-            of_heads.append(mx.concatenate(of_rows, axis=2))
+            out = self._attend_heads(
+                _heads(self.embed_q, own),
+                _heads(self.unembed_out, own),
+                q_nope[:, own],
+                q_shared[:, own],
+                latent,
+                k_shared,
+                mask,
+                rows,
+            )
+            # A block waits for the one before, or all could be at work at once.
+            q_nope, q_shared, latent = mx.depends([q_nope, q_shared, latent], [out])
+            of_heads.append(out)
         return mx.concatenate(of_heads, axis=1)
 
+    def _attend_heads(
+        self,
+        embed_q: Any,
+        unembed_out: Any,
+        q_nope: mx.array,
+        q_shared: mx.array,
+        latent: mx.array,
+        k_shared: mx.array,
+        mask: mx.array | None,
+        rows: int,
+    ) -> mx.array:
+        """The same of some heads, whose projections these are."""
+        absorbs = self._absorbs(q_nope.shape[2])
+        if absorbs:
+            queries, keys, values = embed_q(q_nope), latent, latent
+        else:
+            queries = q_nope
+            keys = embed_q(latent, transpose=False)
+            values = unembed_out(latent)
+        arrays = (queries, keys, values, q_shared, k_shared, mask)
+        out = _attend_rows(*arrays, scale=self.scale, rows=rows)
+        return unembed_out(out).astype(q_nope.dtype) if absorbs else out
+
     def _block(self, batch: int, tokens: int, keys: int, size: int) -> tuple[int, int]:
-        """Heads and rows of a block whose scores, of ``size`` bytes each, fit in."""
+        """Heads and rows of a block whose scores, of ``size`` bytes each, fit in.
+
+        A single token is never cut: it has few scores, and decoding should not wait.
+        """
         fit = max(1, self.block_bytes // (batch * keys * size))
-        if fit >= self.num_heads * tokens:
+        if tokens == 1 or fit >= self.num_heads * tokens:
             return self.num_heads, tokens
         rows = min(tokens, BLOCK_ROWS)
         heads = min(self.num_heads, max(1, fit // rows))
@@ -176,22 +177,60 @@ class GatedMLA(nn.Module):
         return self.kv_a_layernorm(latent)[:, None], shared[:, None]
 
 
-def _attend(
+def _attend_rows(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     q_shared: mx.array,
     k_shared: mx.array,
-    scale: float,
     mask: mx.array | None,
+    *,
+    scale: float,
+    rows: int,
+) -> mx.array:
+    """:func:`_scored`, ``rows`` queries at a time.
+
+    A causal mask hides every key behind a row's own from it, so rows that come early
+    meet fewer keys.
+    """
+    T, S = queries.shape[2], keys.shape[2]
+    if rows >= T:
+        return _scored(queries, keys, values, q_shared, k_shared, mask, scale=scale)
+    outs: list[mx.array] = []
+    for row in range(0, T, rows):
+        block = slice(row, row + rows)
+        last = S if mask is None else S - T + min(row + rows, T)
+        out = _scored(
+            queries[:, :, block],
+            keys[..., :last, :],
+            values[..., :last, :],
+            q_shared[:, :, block],
+            k_shared[..., :last, :],
+            None if mask is None else mask[..., block, :last],
+            scale=scale,
+        )
+        queries, q_shared = mx.depends([queries, q_shared], [out])
+        outs.append(out)
+    return mx.concatenate(outs, axis=2)
+
+
+def _scored(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    q_shared: mx.array,
+    k_shared: mx.array,
+    mask: mx.array | None,
+    *,
+    scale: float,
 ) -> mx.array:
     """Attention whose scores are those of queries and keys plus those of shared parts."""
-    dtype = queries.dtype
+    dtype = q_shared.dtype
     scores = (q_shared * scale) @ k_shared.swapaxes(-1, -2)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)
     return scaled_dot_product_attention(
-        queries,
+        queries.astype(dtype),
         keys.astype(dtype),
         values.astype(dtype),
         cache=None,  # keys and values are plain whatever the cache holds
