@@ -14,14 +14,8 @@ The last line of the output is one JSON document; ``--out FILE`` also writes it.
 import argparse
 import contextlib
 import json
-import os
 import platform
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from importlib.metadata import version
@@ -32,62 +26,21 @@ from typing import Any
 import mlx.core as mx
 from openai import OpenAI
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from serving import READ_FILE, serve_build
+
 from kimi_k3.nano import NANO_FOLDER
 
-HOST = "127.0.0.1"
 TURNS = 10
 FILES = ("readme.md", "notes.txt", "config.json", "test.log", "setup.py")
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Read a text file.",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}},
-                "required": ["path"],
-            },
-        },
-    }
-]
 
 
 @contextlib.contextmanager
 def serve(*options: str) -> Iterator[OpenAI]:
     """A client of an ``mlx_lm.server`` that was just started on the nano."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "mlx_lm.server")]
-    command += ["--model", str(NANO_FOLDER), "--port", str(port), *options]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not _healthy(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.1)
-        url = f"http://{HOST}:{port}/v1"
-        with OpenAI(base_url=url, api_key="none", timeout=600, max_retries=0) as client:
-            yield client
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
+    with serve_build(NANO_FOLDER, *options) as server:
+        yield server.client(timeout=600)
 
 
 class Agent:
@@ -130,7 +83,7 @@ class Agent:
 
     def ask(self, **options: Any) -> dict[str, Any]:
         """The answer to the conversation as it stands, as it goes into the next."""
-        request = {"tools": TOOLS, "temperature": 0, "max_tokens": 200}
+        request = {"tools": [READ_FILE], "temperature": 0, "max_tokens": 200}
         request |= {"model": "default_model", "messages": deepcopy(self.messages)}
         request |= self.options | options
         if self.stream:

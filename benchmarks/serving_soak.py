@@ -36,7 +36,7 @@ from openai import OpenAI
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from serving import MODEL, serve_build
+from serving import MODEL, READ_FILE, serve_build
 
 from kimi_k3.nano import NANO_FOLDER
 
@@ -53,21 +53,6 @@ WARM_UP = 0.2
 
 #: Without the nano's control ids an answer is plain text that ends at ``max_tokens``.
 NO_CONTROL_IDS: Any = {str(i): -1000.0 for i in range(768, 1024)}
-
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Read a text file.",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}},
-                "required": ["path"],
-            },
-        },
-    }
-]
 
 QUESTIONS = (
     "Write a Python function that adds two numbers.",
@@ -92,7 +77,7 @@ def chat(client: OpenAI, question: str, **options: Any) -> str:
 
 
 def chat_with_tools(client: OpenAI, question: str) -> str:
-    return chat(client, question, tools=TOOLS)
+    return chat(client, question, tools=[READ_FILE])
 
 
 def chat_without_thinking(client: OpenAI, question: str) -> str:

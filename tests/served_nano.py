@@ -12,25 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import convert, stream_generate
+from serving import READ_FILE
 
 import kimi_k3
 from kimi_k3.nano import NANO_FOLDER
 from kimi_k3.tokenizer.answer import Answer
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "read_file",
-            "description": "Read a text file.",
-            "parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}},
-                "required": ["path"],
-            },
-        },
-    }
-]
+TOOLS = [READ_FILE]
 
 ADD, NOTES = (
     "Write a Python function that adds two numbers.",

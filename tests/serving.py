@@ -37,6 +37,20 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 #: Name of the model that a server was started with.
 MODEL = "default_model"
 
+#: A tool that the nano knows how to call.
+READ_FILE: Any = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Read a text file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}},
+            "required": ["path"],
+        },
+    },
+}
+
 #: What a scripted model is loaded by.
 SCRIPTED = "scripted"
 

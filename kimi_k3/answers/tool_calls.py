@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EvaluationError, MissingPackageError
+from ..tokenizer.tools import function_name, function_of
 from .generation_sections import THINK, TOOLS, Markers
 
 
@@ -41,11 +42,9 @@ class ToolChecker:
     def __init__(self, tools: Sequence[Any], where: str):
         self._validators = {}
         for tool in tools:
-            function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-            if not isinstance(function, Mapping):
-                function = {}
-            name, schema = function.get("name"), function.get("parameters") or {}
-            if not isinstance(name, str) or not isinstance(schema, Mapping):
+            name = function_name(tool)
+            schema = function_of(tool).get("parameters") or {}
+            if name is None or not isinstance(schema, Mapping):
                 raise EvaluationError(
                     f"{where} offers {json.dumps(tool)[:80]}, which is no tool with a "
                     "name and a schema of its parameters; mend or remove it."
