@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,7 +107,9 @@ def test_killed_again_and_again_and_at_any_time(
     """Without moments; each time a little more is done before the next kill."""
     samples.save(tmp_path / "samples.npz")
     with calibrations(source, tmp_path / "samples.npz", moments=False) as children:
+        started = time.monotonic()
         children.run(tmp_path / "undisturbed")
+        seconds = time.monotonic() - started
         whole = results(tmp_path / "undisturbed")
         assert list(whole) == ["saliency.npz"]
         out, deaths, answer = tmp_path / "operations", 0, {"died": True}
@@ -119,7 +122,7 @@ def test_killed_again_and_again_and_at_any_time(
 
         out, deaths = tmp_path / "time", 0
         for tenths in range(1, 8):
-            deaths += children.run(out, after=0.03 * tenths)["died"]
+            deaths += children.run(out, after=seconds * tenths / 10)["died"]
         assert deaths > 2
         assert not children.run(out)["error"]
         assert results(out) == whole
