@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from page_tables import with_table
 from saliency_tables import big_table
 
 from kimi_k3.build.saliency import SaliencyTable
@@ -53,7 +54,6 @@ from kimi_k3.planning.plan_sizes import SourceSizes
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "budget.md"
 RESULTS = ROOT / "benchmarks" / "results" / "budget.json"
-MARK = "<!-- budget -->\n", "<!-- /budget -->"
 
 GB = 1e9
 
@@ -179,7 +179,7 @@ def shown(result: Mapping[str, Any]) -> str:
         for case in cases:
             limits = (case.get("memory"), case.get("bytes_per_token"))
             lines.append(_row([f"{x / 1e6:.2f}" if x else "any" for x in limits], case))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _row(limits: list[str], case: Mapping[str, Any]) -> str:
@@ -203,8 +203,7 @@ def _row(limits: list[str], case: Mapping[str, Any]) -> str:
 
 def filled(page: str, result: Mapping[str, Any]) -> str:
     """``page`` with the figures of ``result`` between its marks."""
-    before, rest = page.split(MARK[0])
-    return before + MARK[0] + shown(result) + MARK[1] + rest.split(MARK[1])[1]
+    return with_table(page, "budget", shown(result))
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from typing import Any
 
 import mlx.core as mx
 from alike_layers import CORPORA, Shape, random_samples, write_checkpoint
+from page_tables import with_table
 
 from kimi_k3.build.calibrate import calibrate
 from kimi_k3.build.calibration_cost import CalibrationCost, calibration_cost
@@ -264,9 +265,7 @@ def table(result: dict[str, Any]) -> str:
 
 def filled(page: str, result: dict[str, Any]) -> str:
     """``page`` with the figures of ``result`` between its markers."""
-    before, rest = page.split("<!-- measured -->\n")
-    after = rest.split("<!-- /measured -->")[1]
-    return f"{before}<!-- measured -->\n{table(result)}\n<!-- /measured -->{after}"
+    return with_table(page, "measured", table(result))
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from typing import Any
 
 import mlx.core as mx
 from alike_layers import Shape, write_checkpoint
+from page_tables import with_table
 
 from kimi_k3.checkpoint.source_layout import layer_tensors
 from kimi_k3.config import ModelArgs
@@ -259,9 +260,7 @@ def table(result: dict[str, Any]) -> str:
 
 def filled(page: str, result: dict[str, Any]) -> str:
     """``page`` with the figures of ``result`` between its markers."""
-    before, rest = page.split("<!-- measured -->\n")
-    after = rest.split("<!-- /measured -->")[1]
-    return f"{before}<!-- measured -->\n{table(result)}\n<!-- /measured -->{after}"
+    return with_table(page, "measured", table(result))
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import decode
 import launch_census
 import long_prompt
+from page_tables import with_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -72,11 +73,8 @@ def filled(page: str) -> str:
     for marker, (name, table) in TABLES.items():
         if not (RESULTS / f"{name}.json").exists():
             continue
-        begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-        before, rest = page.split(begin)
-        _, after = rest.split(end)
-        shown = table(json.loads((RESULTS / f"{name}.json").read_text()))
-        page = f"{before}{begin}\n{shown}\n{end}{after}"
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        page = with_table(page, marker, table(result))
     return page
 
 

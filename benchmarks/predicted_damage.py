@@ -30,6 +30,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from page_tables import with_table
 
 from kimi_k3 import convert, load
 from kimi_k3.build.calibrate import calibrate
@@ -51,7 +52,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MIX = ROOT / "benchmarks" / "nano" / "mix.toml"
 PAGE = ROOT / "docs" / "budget.md"
 RESULTS = ROOT / "benchmarks" / "results" / "predicted_damage.json"
-MARK = "<!-- predicted -->\n", "<!-- /predicted -->"
 
 #: Bytes of the build, and whether the widths of other matrices may be chosen.
 LIMITS = ((3_200_000, False), (2_900_000, False), (2_500_000, True), (1_800_000, True))
@@ -190,9 +190,7 @@ def _spearman(plans: list[dict[str, Any]], way: str) -> float:
 
 def filled(page: str, result: dict[str, Any]) -> str:
     """``page`` with the tables of ``result`` between its marks."""
-    before, rest = page.split(MARK[0])
-    _, after = rest.split(MARK[1])
-    return before + MARK[0] + _tables(result) + MARK[1] + after
+    return with_table(page, "predicted", _tables(result))
 
 
 def _tables(result: dict[str, Any]) -> str:
@@ -213,7 +211,7 @@ def _tables(result: dict[str, Any]) -> str:
     lines += ["", "| judged by | within a limit | all plans |", "|---|---:|---:|"]
     for name, found in result["rank_correlation"].items():
         lines.append(f"| {name} | {found['within_a_limit']:.2f} | {found['all']:.2f} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

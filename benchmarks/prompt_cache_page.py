@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from page_tables import with_table
+
 from kimi_k3.checkpoint.source_layout import full_size_config
 from kimi_k3.config import ModelArgs, TextArgs
 from kimi_k3.machine.sequence_memory import state_bytes, token_bytes
@@ -108,10 +110,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 def filled(page: str, result: dict[str, Any]) -> str:
     """``page`` with every table as the results file has it."""
     for marker, table in TABLES.items():
-        begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-        before, rest = page.split(begin)
-        _, after = rest.split(end)
-        page = f"{before}{begin}\n{table(result)}\n{end}{after}"
+        page = with_table(page, marker, table(result))
     return page
 
 

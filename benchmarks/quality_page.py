@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from page_tables import with_table
 from quality_cases import BUDGET, CHOSEN_BY, FIXED, MIDDLE
 from quality_subject import KEPT
 
@@ -27,9 +28,7 @@ def write_page(result: Result) -> None:
 def filled(page: str, result: Result) -> str:
     """``page`` with the tables of ``result`` between its marks."""
     for name, table in TABLES.items():
-        before, rest = page.split(f"<!-- {name} -->\n")
-        after = rest.split(f"<!-- /{name} -->")[1]
-        page = f"{before}<!-- {name} -->\n{table(result)}\n<!-- /{name} -->{after}"
+        page = with_table(page, name, table(result))
     return page
 
 

@@ -46,6 +46,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import oracle_quantizer as oracle
+from page_tables import with_table
 
 from kimi_k3 import convert, load
 from kimi_k3.build.calibrate import calibrate
@@ -361,9 +362,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 def filled(page: str, result: dict[str, Any]) -> str:
     """``page`` with the figures of ``result`` between its markers."""
     for name, table in TABLES.items():
-        before, rest = page.split(f"<!-- {name} -->\n")
-        after = rest.split(f"<!-- /{name} -->")[1]
-        page = f"{before}<!-- {name} -->\n{table(result)}\n<!-- /{name} -->{after}"
+        page = with_table(page, name, table(result))
     return page
 
 
