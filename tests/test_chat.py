@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from conversations import CONVERSATIONS, INJECTION, INJECTIONS, assistant, system, user
 from lines import write_dense_tokenizer
-from reference_chat import ReferenceTokenizer
+from reference_chat import (
+    ReferenceTokenizer,
+    both_tokenizers,
+    go_by_way_of_one_string,
+)
 from tokenizer_folders import write_tk
 
 from kimi_k3.errors import ChatError
@@ -32,7 +36,7 @@ def pair(
     write_tk(folder)
     if request.param == "dense":
         write_dense_tokenizer(folder)
-    return TikTokenTokenizer.from_pretrained(folder), ReferenceTokenizer(folder)
+    return both_tokenizers(folder)
 
 
 @pytest.fixture
@@ -86,13 +90,7 @@ def _replaced(value: Any, harmless: str) -> Any:
 
 def test_a_string_without_pieces_is_found_out(tk, monkeypatch):
     """The control count fails for a renderer that goes by way of one string."""
-    monkeypatch.setattr(
-        tokenizer_module.TikTokenTokenizer,
-        "_ids_of_pieces",
-        lambda self, pieces: self._bpe.encode_with_controls(
-            "".join(piece.text for piece in pieces)
-        ),
-    )
+    go_by_way_of_one_string(monkeypatch)
     with pytest.raises(AssertionError):
         test_only_the_renderer_places_control_ids(tk, "user")
 

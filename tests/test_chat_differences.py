@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conversations import WEATHER, assistant, call, system, tool, user
-from reference_chat import ReferenceTokenizer
+from reference_chat import ReferenceTokenizer, both_tokenizers
 from tokenizer_folders import write_tk
 
 from kimi_k3.errors import ChatError
@@ -157,7 +157,7 @@ def pair(
 ) -> tuple[TikTokenTokenizer, ReferenceTokenizer]:
     folder: Path = tmp_path_factory.mktemp("tk")
     write_tk(folder)
-    return TikTokenTokenizer.from_pretrained(folder), ReferenceTokenizer(folder)
+    return both_tokenizers(folder)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,10 +25,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from openai import NotFoundError
 from PIL import Image
+from reference_chat import go_by_way_of_one_string
 from serving import CHAT, MODEL, ScriptedModel, Server, serve_script
 
 from kimi_k3.nano import NANO_FOLDER
-from kimi_k3.tokenizer import tokenizer as tokenizer_module
 from kimi_k3.tokenizer.media import IMAGE, ImageRule, expand_images
 from kimi_k3.tokenizer.options import chat_options
 from kimi_k3.tokenizer.xtml import render
@@ -199,13 +199,7 @@ def test_injections_in_everything_the_server_passes(prompt_of):
 
 
 def test_a_server_that_goes_by_way_of_one_string_is_found_out(prompt_of, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer_module.TikTokenTokenizer,
-        "_ids_of_pieces",
-        lambda self, pieces: self._bpe.encode_with_controls(
-            "".join(piece.text for piece in pieces)
-        ),
-    )
+    go_by_way_of_one_string(monkeypatch)
     messages = [user(INJECTION)]
     assert controls(prompt_of(messages)) != placed(messages)
 

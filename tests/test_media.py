@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conversations import INJECTION, assistant, call, system, tool, user
 from mlx_vlm.models.kimi_k3.processing_kimi_k3 import KimiK3ImageProcessor
-from reference_chat import ReferenceTokenizer
+from reference_chat import ReferenceTokenizer, both_tokenizers
 from tokenizer_folders import edit_json, write_tk
 
 from kimi_k3.errors import ChatError, TokenizerError
@@ -72,7 +72,7 @@ def pair(
 ) -> tuple[TikTokenTokenizer, ReferenceTokenizer]:
     folder: Path = tmp_path_factory.mktemp("tk")
     write_tk(folder)
-    return TikTokenTokenizer.from_pretrained(folder), ReferenceTokenizer(folder)
+    return both_tokenizers(folder)
 
 
 @pytest.fixture
