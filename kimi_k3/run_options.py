@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from .config import TextArgs
 from .config.quantization import MODES
 from .errors import ChatError, KimiK3Error
+from .machine.sequence_memory import cached_widths
 from .tokenizer.options import ChatOptions, chat_options
 from .tokenizer.xtml import render
 
@@ -159,7 +160,7 @@ def _check_quantised_cache(bits: int, group_size: int, args: TextArgs) -> None:
             f"--kv-bits {bits} is no width that MLX quantises to; choose one of "
             f"{_listed(BITS)}, or leave it out."
         )
-    widths = (args.kv_lora_rank, args.qk_rope_head_dim)
+    widths = cached_widths(args)
     if group_size in GROUP_SIZES and all(width % group_size == 0 for width in widths):
         return
     fitting = [

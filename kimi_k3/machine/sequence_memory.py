@@ -35,12 +35,17 @@ class QuantisedCache:
         return numbers * self.bits // 8 + numbers // self.group_size * 2 * size
 
 
+def cached_widths(args: TextArgs) -> tuple[int, int]:
+    """Numbers that an MLA layer keeps of a token: its latent, and the shared key part."""
+    return args.kv_lora_rank, args.qk_rope_head_dim
+
+
 def token_bytes(
     args: TextArgs, *, size: int = 2, quantised: QuantisedCache | None = None
 ) -> int:
     """Bytes that all MLA layers keep of one token; ``size`` is that of a number."""
     per_layer = 0
-    for numbers in (args.kv_lora_rank, args.qk_rope_head_dim):
+    for numbers in cached_widths(args):
         per_layer += quantised.nbytes(numbers, size) if quantised else numbers * size
     return per_layer * len(args.linear_attn_config.full_attn_layers)
 
